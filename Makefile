@@ -1,0 +1,27 @@
+.DEFAULT_GOAL := help
+PY := .venv/bin/python
+export OMP_WAIT_POLICY = PASSIVE
+
+help:  ## This list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: .venv/installed  ## Create .venv and install wfm_ds with everything that tests need
+
+.venv/installed: setup.py constraints.txt
+	test -x $(PY) || python3 -m venv .venv
+	DS_BUILD_OPS=0 $(PY) -m pip install -q -c constraints.txt -e ".[dev]"
+	touch .venv/installed
+
+quickstart: setup  ## Train the digits model by SFT, improve it by DiffusionNFT, show the result (docs/quickstart.md)
+	$(PY) -m wfm_ds.quickstart --output outputs/quickstart
+
+test: setup  ## Run the tests; variants by ARGS="tests/pipes -k ledger"
+	$(PY) -m pytest $(or $(ARGS),-m "not slow and not gpu")
+
+lint: setup  ## Formatting, lint rules and types
+	$(PY) -m ruff format --check . && $(PY) -m ruff check . && $(PY) -m mypy
+
+bench: setup  ## Measure the kernels on a GPU, or count their launches, bytes and waits on a CPU (docs/performance.md)
+	$(PY) -m benchmarks.kernels
+
+.PHONY: help setup quickstart test lint bench

@@ -1,0 +1,246 @@
+"""Time and memory of writing weights for diffusers: `python -m benchmarks.export [--layers 10]`.
+
+Two ranks on a CPU train a random SD3 transformer for one step at ZeRO-3 and save it, with our checkpoint and with
+DeepSpeed's own. Then, each in a process of its own whose peak memory is its resident set:
+
+    convert      `wfm_ds.convert` of our checkpoint: one shard of 1 GiB in memory
+    DeepSpeed    its zero_to_fp32 and diffusers' save_pretrained
+    imports      neither: what the libraries take alone
+
+The export of the live run is measured on rank 0, as what it adds to the rank's memory. Exit code 1 if the exports do
+not hold the same weights; nothing is written then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from wfm_ds.world import free_port
+
+RANKS = 2
+EXPORTS = ("by_deepspeed", "by_convert", "live")
+LIVE, SMALL_BUCKETS = "live.json", "zero3_small_buckets.json"
+HEADS = 24  # the width of SD3.5 medium
+
+
+def config(layers: int) -> dict[str, Any]:
+    """SD3.5 medium with fewer layers; 10 of them are half a billion parameters."""
+    return {
+        "num_layers": layers,
+        "attention_head_dim": 64,
+        "num_attention_heads": HEADS,
+        "caption_projection_dim": 64 * HEADS,
+        "joint_attention_dim": 4096,
+        "pooled_projection_dim": 2048,
+        "pos_embed_max_size": 32,
+        "qk_norm": "rms_norm",
+    }
+
+
+def write_base(folder: Path, layers: int) -> int:
+    """A pipeline folder with nothing but the transformer; its number of parameters."""
+    from diffusers import SD3Transformer2DModel
+
+    folder.mkdir()
+    index = {"_class_name": "StableDiffusion3Pipeline", "transformer": ["diffusers", "SD3Transformer2DModel"]}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    transformer = SD3Transformer2DModel(**config(layers))
+    transformer.save_pretrained(folder / "transformer")
+    return sum(p.numel() for p in transformer.parameters())
+
+
+def train_and_save(folder: Path) -> None:
+    """One rank: a step, the export of the live weights, and both checkpoints."""
+    import torch
+    from diffusers import SD3Transformer2DModel
+
+    from wfm_ds.checkpoint import store
+    from wfm_ds.checkpoint.export import export
+    from wfm_ds.checkpoint.state import capture
+    from wfm_ds.checkpoint.target import ExportTarget
+    from wfm_ds.engine import DenoiserEngine
+    from wfm_ds.recipe import Recipe
+    from wfm_ds.world import World
+
+    world = World.join()
+    denoiser = SD3Transformer2DModel.from_pretrained(folder / "base" / "transformer", low_cpu_mem_usage=True)
+    recipe = Recipe.model_validate(
+        {
+            "run": {"output_dir": str(folder), "steps": 1},
+            "model": {"path": str(folder / "base"), "dtype": "float32"},
+            "engine": {"deepspeed": str(folder / SMALL_BUCKETS)},
+            "data": {"kind": "paired", "path": "unused"},
+            "sampling": {"height": 64, "width": 64},
+            "algorithm": {"name": "sft"},
+        }
+    )
+    engine = DenoiserEngine.build(
+        denoiser, recipe, world, lora_targets=(), policies=frozenset(), accumulation=1, total_updates=1
+    )
+    velocity = engine.forward_module(
+        hidden_states=torch.randn(1, 16, 8, 8),
+        timestep=torch.tensor([500.0]),
+        encoder_hidden_states=torch.randn(1, 4, 4096),
+        pooled_projections=torch.randn(1, 2048),
+        return_dict=False,
+    )[0]
+    engine.backward(velocity.square().mean(), num_terms=world.size)
+    engine.step()
+
+    target = ExportTarget((folder / "base").absolute(), ("transformer",))
+    before, began = resident_mib("VmRSS"), time.perf_counter()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    export(target, engine, folder / "live", policy="train", dtype=torch.float32, is_main=world.is_main)
+    live = {"seconds": time.perf_counter() - began, "peak MiB": resident_mib("VmHWM") - before}
+    state = capture(engine, {}, target, torch.float32)
+    store.Save(folder / "ours", 1, world, state.write, facts={}, keep=1).commit()
+    engine.ds.save_checkpoint(str(folder / "theirs"))
+    if world.is_main:
+        (folder / LIVE).write_text(json.dumps(live))
+
+
+def write_small_buckets(file: Path) -> None:
+    """ZeRO-3 without the gigabytes that its default buckets take of a laptop."""
+    elements = {"reduce_bucket_size": 2e7, "stage3_prefetch_bucket_size": 2e7, "stage3_max_live_parameters": 1e8}
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3, **elements}}))
+
+
+def resident_mib(what: str) -> float:
+    """Resident set of this process now (VmRSS), or the largest so far (VmHWM)."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
+    return int(line.split()[1]) / 1024
+
+
+def by_deepspeed(folder: Path) -> None:
+    """What its users do with its checkpoints."""
+    from deepspeed.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint
+    from diffusers import SD3Transformer2DModel
+
+    transformer = SD3Transformer2DModel.from_config(SD3Transformer2DModel.load_config(folder / "base" / "transformer"))
+    load_state_dict_from_zero_checkpoint(transformer, str(folder / "theirs"))
+    transformer.save_pretrained(folder / "by_deepspeed" / "transformer", max_shard_size="5GB")
+
+
+def by_convert(folder: Path) -> None:
+    from wfm_ds import convert
+
+    if convert.main([str(folder / "ours" / "step_1"), str(folder / "by_convert")]):
+        raise SystemExit(1)
+
+
+def imports(folder: Path) -> None:
+    """What both conversions import, and nothing else."""
+    for name in ("wfm_ds.checkpoint.offline", "deepspeed", "diffusers.models.transformers.transformer_sd3"):
+        importlib.import_module(name)
+
+
+ROLES = {"rank": train_and_save, "deepspeed": by_deepspeed, "convert": by_convert, "imports": imports}
+
+
+def child(role: str, folder: Path, **environment: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "benchmarks.export", "--role", role, "--folder", str(folder)]
+    return subprocess.Popen(command, env={**os.environ, **environment}, stdout=sys.stderr)
+
+
+def train(folder: Path) -> None:
+    everyone = {"WORLD_SIZE": str(RANKS), "LOCAL_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1"}
+    port = str(free_port())
+    ranks = [
+        child("rank", folder, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=port, **everyone)
+        for rank in range(RANKS)
+    ]
+    if any([rank.wait() for rank in ranks]):  # of all of them, not up to the first that failed
+        raise SystemExit("a rank failed")
+
+
+def measured(role: str, folder: Path) -> dict[str, Any]:
+    """Seconds and the largest resident set of a process that does it alone."""
+    began = time.perf_counter()
+    process = child(role, folder)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"{role} failed")
+    return {"seconds": time.perf_counter() - began, "peak MiB": usage.ru_maxrss / 1024}
+
+
+def same_weights(folder: Path) -> bool:
+    """Whether all exports hold the same tensors, bit for bit."""
+    with contextlib.ExitStack() as held:
+        theirs, *ours = ([*sorted((folder / export / "transformer").glob("*.safetensors"))] for export in EXPORTS)
+        want = opened(theirs, held)
+        return all(equal_files(want, opened(files, held)) for files in ours)
+
+
+def opened(files: Sequence[Path], held: contextlib.ExitStack) -> dict[str, Any]:
+    """The open file that holds each tensor, by name."""
+    from safetensors import safe_open
+
+    found: dict[str, Any] = {}
+    for file in (held.enter_context(safe_open(path, "pt")) for path in files):
+        found |= dict.fromkeys(file.keys(), file)
+    return found
+
+
+def equal_files(want: Mapping[str, Any], got: Mapping[str, Any]) -> bool:
+    import torch
+
+    return want.keys() == got.keys() and all(
+        torch.equal(file.get_tensor(name), got[name].get_tensor(name)) for name, file in want.items()
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.export", description="Measure exports of a random model.")
+    parser.add_argument("--layers", type=int, default=10, help="10 (default): half a billion parameters")
+    parser.add_argument("--repeats", type=int, default=3, help="of each conversion, in turn (default 3)")
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    parser.add_argument("--role", choices=ROLES, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.role:
+        ROLES[options.role](options.folder)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="wfm-export-") as name:
+        folder = Path(name)
+        parameters = write_base(folder / "base", options.layers)
+        write_small_buckets(folder / SMALL_BUCKETS)
+        train(folder)
+        runs: dict[str, list[dict[str, float]]] = {"convert": [], "deepspeed": [], "imports": []}
+        for _ in range(options.repeats):
+            for role, found in runs.items():
+                found.append(measured(role, folder))
+        if not same_weights(folder):
+            sys.stderr.write("the exports differ: nothing is reported\n")
+            return 1
+        runs["export of the live run, added to rank 0"] = [json.loads((folder / LIVE).read_text())]
+    rows = [{"what": what, "parameters": parameters, **spread(found)} for what, found in runs.items()]
+    sys.stdout.write(report.table(rows) + "\n")
+    if not options.no_write:
+        report.write("export", report.machine(), rows)
+    return 0
+
+
+def spread(runs: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
+    return {
+        key: {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
+        for key in runs[0]
+        for values in [[run[key] for run in runs]]
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

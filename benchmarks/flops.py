@@ -1,0 +1,237 @@
+"""What a training step costs, counted and not timed.
+
+python -m benchmarks.flops RECIPE [section.key=value ...]     one recipe, purpose by purpose
+python -m benchmarks.flops RECIPE RECIPE ...                  one row a recipe
+python -m benchmarks.flops --model sd35m --algo nft           a released model with an algorithm's published batch
+
+Forwards follow from the recipe (wfm_ds/forwards.py), FLOPs of one from the denoiser's operators (wfm_ds/flops.py).
+Neither weights nor a GPU are needed; a model folder that is not on this disk is known by its name (released.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.released import RELEASED, Released
+from benchmarks.report import table
+from wfm_ds import recipe_file
+from wfm_ds.algorithms import build_rl
+from wfm_ds.derived import Derived, derive
+from wfm_ds.errors import RecipeError, UserError
+from wfm_ds.flops import Flops, count_flops, work_of
+from wfm_ds.forwards import Forwards, added, evaluation, rl_step, sft_step
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.policy import add_adapters
+from wfm_ds.preflight import load_model
+from wfm_ds.recipe import Recipe
+
+PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
+RL = {
+    "data": {"kind": "prompts", "path": "prompts"},
+    "rollout": {"prompts_per_step": 48, "group_size": 24},
+    "reward": {"functions": [{"name": "color"}]},
+}
+# What `--algo` stands for: the published batch of each algorithm, LoRA of rank 32 where it was published so.
+ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
+    "sft": {"algorithm": {"name": "sft"}, "data": {"kind": "paired", "path": "images"}},
+    "nft": {**RL, "algorithm": {"name": "diffusion_nft"}, "lora": {"rank": 32}, "sampling": {"steps": 10}},
+    "grpo": {
+        **RL,
+        "algorithm": {"name": "flow_grpo", "kl_beta": 0.04, "updates_per_rollout": 2, "min_step_std": 0},
+        "lora": {"rank": 32},
+        "sampling": {"steps": 10, "solver": "flow_sde", "guidance_scale": 4.5},
+    },
+    "ddrl": {
+        **RL,
+        "algorithm": {
+            **{"name": "ddrl", "train_on": list(range(0, 20, 2)), "ratio_norm": "literal"},
+            **{"kl_beta": 0.0, "data_beta": 0.01, "clip_ratio": 1e-4},
+        },
+        "data": {"kind": "paired", "path": "videos"},
+        "rollout": {"prompts_per_step": 8, "group_size": 8},
+        "sampling": {"steps": 20, "solver": "edm_2ab"},
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model to count: the family, what to call it, and one text's conditioning, given whether text layers froze."""
+
+    title: str
+    model: DiffusionModel
+    texts: Callable[[bool], Mapping[str, Tensor]]
+
+    @classmethod
+    def released(cls, known: Released) -> Subject:
+        return cls(known.title, known.load(), lambda frozen: known.texts(frozen=frozen))
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> Subject:
+        """The recipe's pipeline, or the released model whose folder has its name. ModelError if it is neither."""
+        path = Path(recipe.model.path)
+        for known in RELEASED.values():
+            if path.name == known.folder and not path.exists():
+                return cls.released(known)
+        model = load_model(recipe, torch.device("cpu"))
+        return cls(recipe.model.path, model, lambda _: model.encode_text([""]))
+
+
+def latent_shape(recipe: Recipe, model: DiffusionModel) -> tuple[int, ...]:
+    size = recipe.sampling
+    try:
+        return model.latent_shape(size.height, size.width, size.num_frames)
+    except ValueError as error:
+        raise RecipeError(f"sampling: {error}") from error
+
+
+def step_forwards(recipe: Recipe, derived: Derived, model: DiffusionModel) -> list[dict[str, Forwards]]:
+    """Of one rank, by step of the run; one step of SFT stands for all."""
+    if not recipe.is_rl:
+        return [sft_step(recipe, derived)]
+    algorithm = build_rl(recipe, model.sigmas(recipe.sampling.steps, latent_shape(recipe, model)))
+    return [rl_step(recipe, derived, algorithm, step) for step in range(1, recipe.run.steps + 1)]
+
+
+def flops_of_sample(recipe: Recipe, subject: Subject) -> Flops:
+    """Changes the subject's denoiser: it gets adapters, or all of it trains."""
+    model, shape = subject.model, latent_shape(recipe, subject.model)
+    if recipe.lora is None:
+        model.bare_denoiser.requires_grad_(True)
+    else:
+        targets = recipe.lora.target_modules or list(model.default_lora_targets)
+        model.freeze_all_but(targets)
+        with torch.device(next(model.bare_denoiser.parameters()).device):
+            add_adapters(model.bare_denoiser, recipe.lora, targets, [], seed=0)
+    texts = subject.texts(recipe.lora is not None)
+    return count_flops(model, shape, texts, checkpointing=recipe.model.gradient_checkpointing)
+
+
+def cost(steps: Sequence[Mapping[str, Forwards]], flops: Flops, world_size: int) -> list[dict[str, Any]]:
+    """One row a purpose, and their sum; means over the steps. Forwards are those of one rank, the rest of all ranks."""
+    sums = added(*steps)
+    found: list[dict[str, Any]] = []
+    for purpose, work in work_of(sums, flops).items():
+        found.append(
+            {
+                "purpose": purpose,
+                "forwards a rank": sums[purpose].calls / len(steps),
+                "samples": sums[purpose].samples * world_size / len(steps),
+                "forward FLOP": work.forward * world_size / len(steps),
+                "backward FLOP": (work.backward + work.recompute) * world_size / len(steps),
+            }
+        )
+    totals = {key: sum(row[key] for row in found) for key in found[0] if key != "purpose"}
+    return [*found, {"purpose": "all", **totals}]
+
+
+def readable(row: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        key: value if isinstance(value, str) else with_prefix(value) if key.endswith("FLOP") else f"{value:,.6g}"
+        for key, value in row.items()
+    }
+
+
+def with_prefix(flops: float) -> str:
+    """`2.44 T`"""
+    power = min(max(int(math.log10(flops)) // 3, 0), len(PREFIXES) - 1) if flops else 0
+    return f"{flops / 1000**power:.3g} {PREFIXES[power]}".strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A recipe on some ranks, counted."""
+
+    recipe: Recipe
+    title: str
+    world_size: int
+    steps: Sequence[Mapping[str, Forwards]]  # of one rank
+    flops: Flops
+
+    @classmethod
+    def of(cls, recipe: Recipe, subject: Subject, world_size: int) -> Count:
+        steps = step_forwards(recipe, derive(recipe, world_size), subject.model)
+        return cls(recipe, subject.title, world_size, steps, flops_of_sample(recipe, subject))
+
+    def report(self) -> str:
+        """The cost of one sample, of an evaluation, and of a step by purpose."""
+        recipe, size, flops = self.recipe, self.recipe.sampling, self.flops
+        validation = recipe.validation
+        num_images = 0 if recipe.is_rl else validation.num_images
+        evaluated = evaluation(recipe, self.world_size, num_prompts=validation.num_prompts, num_images=num_images)
+        work = sum(w.total for w in work_of(evaluated, flops).values()) * self.world_size
+        recomputed = f" and {with_prefix(flops.recompute)}FLOP recomputed" if flops.recompute else ""
+        lines = [
+            f"{self.title}, {size.height} x {size.width} x {size.num_frames}, {recipe.algorithm.name}, "
+            f"{'LoRA' if recipe.lora else 'all weights'}, {self.world_size} ranks",
+            f"one sample: forward {with_prefix(flops.forward)}FLOP, "
+            f"backward {with_prefix(flops.backward)}FLOP{recomputed}",
+            f"one evaluation: {with_prefix(work)}FLOP",
+            f"one {'RL' if recipe.is_rl else 'optimizer'} step"
+            + (f", mean of {len(self.steps)}" if len(self.steps) > 1 else ""),
+            "",
+            table([readable(row) for row in cost(self.steps, flops, self.world_size)]),
+        ]
+        return "\n".join(lines)
+
+    def row(self, name: str) -> dict[str, str]:
+        """The same in one line of a table."""
+        *purposes, total = cost(self.steps, self.flops, self.world_size)
+        forwards = ", ".join(f"{row['purpose']} {row['forwards a rank']:,.6g}" for row in purposes)
+        size = self.recipe.sampling
+        return {
+            "recipe": f"`{name}`",
+            "size": " x ".join(str(n) for n in (size.height, size.width, size.num_frames)),
+            "forwards a rank and step": forwards,
+            "a sample forward": f"{with_prefix(self.flops.forward)}FLOP",
+            "and backward": f"{with_prefix(self.flops.backward + self.flops.recompute)}FLOP",
+            "a step": f"{with_prefix(total['forward FLOP'] + total['backward FLOP'])}FLOP",
+        }
+
+
+def published(algorithm: str, model: Released) -> Recipe:
+    """The recipe that `--algo` stands for, at the model's own size."""
+    height, width, frames = model.size
+    settings = ALGORITHMS[algorithm]
+    sampling = {"height": height, "width": width, "num_frames": frames, **settings.get("sampling", {})}
+    sections = {"run": {"output_dir": "outputs", "steps": 100}, "model": {"path": model.folder}}
+    return Recipe.model_validate({**sections, **settings, "sampling": sampling})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.flops", description="Count forwards and FLOPs of a step.")
+    parser.add_argument("words", nargs="*", metavar="RECIPE|section.key=value", help="recipes, and changes to them")
+    parser.add_argument("--model", choices=RELEASED, help="a released model in place of the recipe's")
+    parser.add_argument("--algo", choices=ALGORITHMS, help="an algorithm with its published batch, instead of a recipe")
+    parser.add_argument("--ranks", type=int, default=8, help="GPUs (default: 8)")
+    options = parser.parse_intermixed_args(argv)
+    recipes = [word for word in options.words if "=" not in word]
+    overrides = [word for word in options.words if "=" in word]
+    if bool(recipes) == (options.algo is not None) or (options.algo and not options.model):
+        parser.error("name a recipe, or --model and --algo")
+    known = RELEASED[options.model] if options.model else None
+    try:
+        if known is not None and options.algo:
+            counts = [Count.of(published(options.algo, known), Subject.released(known), options.ranks)]
+        else:
+            loaded = [recipe_file.load(Path(path), overrides) for path in recipes]
+            counts = [Count.of(r, Subject.released(known) if known else Subject.of(r), options.ranks) for r in loaded]
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    rows = [count.row(Path(path).name) for path, count in zip(recipes, counts, strict=False)]
+    sys.stdout.write((table(rows) if len(rows) > 1 else counts[0].report()) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""The pointwise formulas in eager torch, line by line as papers print them, the step looked up on the host as usual.
+
+`*_maths` take tensors only: these can be compiled and captured, and are the harder baseline to beat.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def over(vector_B: Tensor, latents: Tensor) -> Tensor:
+    return vector_B.view(-1, *[1] * (latents.ndim - 1))
+
+
+def lookup(sigmas: Tensor, wanted: Tensor) -> list[int]:
+    """Index of each sample's sigma in the schedule: what a scheduler does per sample and step."""
+    return [int((sigmas == value).nonzero()[0].item()) for value in wanted]
+
+
+def sde_maths(
+    velocity: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: Tensor, eta: float
+) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of a Flow-SDE step (arXiv 2505.05470), all of the shape [B,1,..,1] or of x."""
+    velocity, x = velocity.float(), x.float()
+    dt = sigma_next - sigma
+    std_t = torch.sqrt(sigma / (1 - torch.where(sigma == 1, sigma_max, sigma))) * eta
+    mean = x * (1 + std_t**2 / (2 * sigma) * dt) + velocity * (1 + std_t**2 * (1 - sigma) / (2 * sigma)) * dt
+    return mean, std_t * torch.sqrt(-1 * dt)
+
+
+def gaussian_log_prob(x_next: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    log_prob = (
+        -((x_next.detach() - mean) ** 2) / (2 * std**2)
+        - torch.log(std)
+        - torch.log(torch.sqrt(2 * torch.as_tensor(math.pi, device=mean.device)))
+    )
+    return log_prob.mean(dim=tuple(range(1, log_prob.ndim)))
+
+
+def sde_step_maths(
+    velocity: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: Tensor, eta: float
+) -> tuple[Tensor, Tensor]:
+    mean, std = sde_maths(velocity, x, over(sigma, x), over(sigma_next, x), sigma_max, eta)
+    x_next = mean + std * torch.randn_like(mean)
+    return x_next, gaussian_log_prob(x_next, mean, std)
+
+
+def sde_log_prob_maths(
+    velocity: Tensor, x: Tensor, x_next: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: Tensor, eta: float
+) -> Tensor:
+    mean, std = sde_maths(velocity, x, over(sigma, x), over(sigma_next, x), sigma_max, eta)
+    return gaussian_log_prob(x_next.float(), mean, std)
+
+
+def looked_up(sigmas: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """sigma and sigma_next of each sample [B], and the second sigma of the schedule."""
+    index = lookup(sigmas, wanted)
+    return sigmas[index], sigmas[[i + 1 for i in index]], sigmas[1]
+
+
+def sde_step(velocity: Tensor, x: Tensor, sigmas: Tensor, wanted: Tensor, eta: float) -> tuple[Tensor, Tensor]:
+    return sde_step_maths(velocity, x, *looked_up(sigmas, wanted), eta)
+
+
+def sde_log_prob(velocity: Tensor, x: Tensor, x_next: Tensor, sigmas: Tensor, wanted: Tensor, eta: float) -> Tensor:
+    return sde_log_prob_maths(velocity, x, x_next, *looked_up(sigmas, wanted), eta)
+
+
+def nft_loss(
+    velocity: Tensor,
+    old: Tensor,
+    ref: Tensor | None,
+    clean: Tensor,
+    noise: Tensor,
+    sigma: Tensor,
+    reward_weight: Tensor,
+    beta: float,
+) -> tuple[Tensor, Tensor]:
+    """DiffusionNFT (arXiv 2509.16117): policy loss and kl [B], through x0 predictions, with float64 weights."""
+    t = over(sigma, clean)
+    noisy = (1 - t) * clean + t * noise
+    axes = tuple(range(1, clean.ndim))
+    losses = []
+    for mixed in (beta * velocity + (1 - beta) * old.detach(), (1 + beta) * old.detach() - beta * velocity):
+        predicted = noisy - t * mixed
+        with torch.no_grad():
+            weight = torch.abs(predicted.double() - clean.double()).mean(dim=axes, keepdim=True).clip(min=0.00001)
+        losses.append(((predicted - clean) ** 2 / weight).mean(dim=axes))
+    policy = reward_weight * losses[0] / beta + (1.0 - reward_weight) * losses[1] / beta
+    kl = torch.zeros_like(policy) if ref is None else ((velocity - ref) ** 2).mean(dim=axes)
+    return policy, kl
+
+
+def nft_figures(velocity: Tensor, old: Tensor, ref: Tensor | None) -> list[Tensor]:
+    """What a trainer logs beside the loss."""
+    deviation = (velocity - old) ** 2
+    return [deviation.mean(), deviation.max(), *([] if ref is None else [((old - ref) ** 2).mean()])]
+
+
+def flow_noise(clean: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    noise = torch.randn_like(clean)
+    t = over(sigma, clean)
+    return (1 - t) * clean + t * noise, noise

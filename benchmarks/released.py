@@ -1,0 +1,203 @@
+"""Released models by their public dimensions, without weights: enough to count what a forward costs.
+
+The numbers are those that the models were published with (configurations of their diffusers folders, as known; nothing
+was downloaded). A test holds the number of parameters that follows from them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderDC,
+    AutoencoderKL,
+    AutoencoderKLWan,
+    Cosmos2_5_PredictBasePipeline,
+    CosmosTransformer3DModel,
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    SanaPipeline,
+    SanaTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+    UniPCMultistepScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+from torch import Tensor, nn
+
+from wfm_ds.errors import ModelError
+from wfm_ds.models import registry
+from wfm_ds.models.base import DiffusionModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released:
+    """One released pipeline; makers of its parts are called with the meta device as default."""
+
+    title: str
+    folder: str  # the last part of its name, and of the path where users keep it
+    pipeline: type[Any]
+    transformer: Callable[[], nn.Module]
+    vae: Callable[[], nn.Module]
+    scheduler: Callable[[], Any]
+    conditioning: Mapping[str, tuple[int, ...]]  # of one text; names that end with `mask` are int64
+    size: tuple[int, int, int]  # height, width, frames of its own examples
+    frozen_conditioning: Mapping[str, tuple[int, ...]] | None = None  # if another one while the text layers are frozen
+    other_parts: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+
+    def load(self) -> DiffusionModel:
+        """The family around a denoiser without values, in bfloat16. ModelError if there is no such family."""
+        known = {name: family for family in registry.families().values() for name in family.pipeline_classes}
+        if self.pipeline.__name__ not in known:
+            raise ModelError(f"{self.title}: no family loads a {self.pipeline.__name__}")
+        parts: dict[str, Any] = dict.fromkeys(list(inspect.signature(self.pipeline.__init__).parameters)[1:])
+        with torch.device("meta"):
+            parts |= {"transformer": self.transformer().bfloat16(), "vae": self.vae()}
+        parts |= {name: make() for name, make in self.other_parts.items()} | {"scheduler": self.scheduler()}
+        return known[self.pipeline.__name__](
+            self.pipeline(**parts),
+            Path(self.folder),
+            dtype=torch.bfloat16,
+            device=torch.device("meta"),
+            max_sequence_length=None,
+        )
+
+    def texts(self, *, frozen: bool) -> dict[str, Tensor]:
+        """The conditioning of one text, shapes without values; frozen: the model was told freeze_all_but."""
+        shapes = (self.frozen_conditioning if frozen else None) or self.conditioning
+        return {
+            name: torch.empty(1, *shape, device="meta", dtype=torch.int64 if name.endswith("mask") else torch.bfloat16)
+            for name, shape in shapes.items()
+        }
+
+
+wan_unipc = partial(UniPCMultistepScheduler, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+wan = partial(
+    WanTransformer3DModel,
+    patch_size=(1, 2, 2),
+    attention_head_dim=128,
+    in_channels=16,
+    out_channels=16,
+    text_dim=4096,
+    freq_dim=256,
+    cross_attn_norm=True,
+    qk_norm="rms_norm_across_heads",
+)
+
+RELEASED = {
+    "sd35m": Released(
+        title="Stable Diffusion 3.5 medium",
+        folder="stable-diffusion-3.5-medium",
+        pipeline=StableDiffusion3Pipeline,
+        transformer=partial(
+            SD3Transformer2DModel,
+            sample_size=128,
+            patch_size=2,
+            in_channels=16,
+            out_channels=16,
+            num_layers=24,
+            attention_head_dim=64,
+            num_attention_heads=24,
+            joint_attention_dim=4096,
+            caption_projection_dim=1536,
+            pooled_projection_dim=2048,
+            pos_embed_max_size=384,
+            dual_attention_layers=tuple(range(13)),
+            qk_norm="rms_norm",
+        ),
+        vae=partial(
+            AutoencoderKL,
+            latent_channels=16,
+            block_out_channels=(128, 256, 512, 512),
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+        ),
+        scheduler=partial(FlowMatchEulerDiscreteScheduler, shift=3.0),
+        conditioning={"prompt_embeds": (77 + 256, 4096), "pooled_prompt_embeds": (2048,)},
+        size=(512, 512, 1),
+    ),
+    "sana": Released(
+        title="SANA 1.5 1.6B",
+        folder="SANA1.5_1.6B_1024px_diffusers",
+        pipeline=SanaPipeline,
+        transformer=partial(
+            SanaTransformer2DModel,
+            sample_size=32,
+            patch_size=1,
+            in_channels=32,
+            out_channels=32,
+            num_layers=20,
+            attention_head_dim=32,
+            num_attention_heads=70,
+            cross_attention_head_dim=112,
+            num_cross_attention_heads=20,
+            cross_attention_dim=2240,
+            caption_channels=2304,
+            mlp_ratio=2.5,
+            qk_norm="rms_norm_across_heads",
+        ),
+        vae=AutoencoderDC,
+        scheduler=partial(
+            DPMSolverMultistepScheduler, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+        ),
+        conditioning={"prompt_embeds": (300, 2304), "prompt_attention_mask": (300,)},
+        size=(1024, 1024, 1),
+    ),
+    "wan1.3b": Released(
+        title="Wan 2.1 1.3B",
+        folder="Wan2.1-T2V-1.3B-Diffusers",
+        pipeline=WanPipeline,
+        transformer=partial(wan, num_layers=30, num_attention_heads=12, ffn_dim=8960),
+        vae=AutoencoderKLWan,
+        scheduler=wan_unipc,
+        conditioning={"prompt_embeds": (512, 4096)},
+        size=(480, 832, 81),
+    ),
+    "wan14b": Released(
+        title="Wan 2.1 14B",
+        folder="Wan2.1-T2V-14B-Diffusers",
+        pipeline=WanPipeline,
+        transformer=partial(wan, num_layers=40, num_attention_heads=40, ffn_dim=13824),
+        vae=AutoencoderKLWan,
+        scheduler=wan_unipc,
+        conditioning={"prompt_embeds": (512, 4096)},
+        size=(480, 832, 81),
+    ),
+    "cosmos2b": Released(
+        title="Cosmos-Predict2.5 2B",
+        folder="Cosmos-Predict2.5-2B",
+        pipeline=Cosmos2_5_PredictBasePipeline,
+        transformer=partial(
+            CosmosTransformer3DModel,
+            patch_size=(1, 2, 2),
+            in_channels=16 + 1,
+            out_channels=16,
+            num_layers=28,
+            attention_head_dim=128,
+            num_attention_heads=16,
+            mlp_ratio=4.0,
+            text_embed_dim=1024,
+            adaln_lora_dim=256,
+            max_size=(128, 240, 240),
+            rope_scale=(1.0, 3.0, 3.0),
+            concat_padding_mask=True,
+            extra_pos_embed_type=None,
+            use_crossattn_projection=True,
+            crossattn_proj_in_channels=100352,
+            encoder_hidden_states_channels=1024,
+        ),
+        vae=AutoencoderKLWan,
+        scheduler=wan_unipc,
+        conditioning={"prompt_embeds": (512, 100352)},
+        frozen_conditioning={"prompt_embeds": (512, 1024)},
+        size=(704, 1280, 93),
+        other_parts={"safety_checker": nn.Identity},
+    ),
+}

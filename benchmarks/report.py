@@ -1,0 +1,80 @@
+"""Results as files: one JSON per run with the machine it ran on, and one table of all of them."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import re
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine() -> dict[str, Any]:
+    """What a number cannot be read without."""
+    about: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "revision": _revision(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+    }
+    if torch.cuda.is_available():
+        about |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    return about
+
+
+def _revision() -> str:
+    command = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _cpu() -> str:
+    found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return found[1] if found else platform.machine()
+
+
+def write(stage: str, about: dict[str, Any], rows: list[dict[str, Any]]) -> Path:
+    """results/<date>-<gpu or cpu>-<stage>.json, and the table of all results anew."""
+    device = re.sub(r"[^a-z0-9]+", "-", about.get("gpu", "cpu").lower())
+    path = RESULTS / f"{about['date']}-{device}-{stage}.json"
+    path.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
+    pages = [_section(file) for file in sorted(RESULTS.glob("*.json"))]
+    (RESULTS / "README.md").write_text("# Results\n\nWritten by `benchmarks/report.py`.\n" + "".join(pages))
+    return path
+
+
+def _section(path: Path) -> str:
+    result = json.loads(path.read_text())
+    about = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
+    return f"\n## {path.stem}\n\n{about}\n\n{table(result['rows'])}\n"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown; columns are the keys of all rows in order of appearance."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [columns, ["---"] * len(columns), *[[_cell(row.get(c)) for c in columns] for row in rows]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{value['median']:.3g} ({value['min']:.3g}-{value['max']:.3g})"
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)

@@ -1,0 +1,19 @@
+"""Pointwise maths of flow-matching training, one launch where eager torch takes dozens. Knows nothing of wfm_ds.
+
+Every operator has a Triton backend for CUDA and an eager torch backend for everything else; docs/performance.md.
+"""
+
+from wfm_kernels.coefficients import sde_coefficients
+from wfm_kernels.noise import NOISE_CONTRACT
+from wfm_kernels.ops import NftLoss, SdeStep, flow_noise, nft_loss, sde_log_prob, sde_step
+
+__all__ = [
+    "NOISE_CONTRACT",
+    "NftLoss",
+    "SdeStep",
+    "flow_noise",
+    "nft_loss",
+    "sde_coefficients",
+    "sde_log_prob",
+    "sde_step",
+]

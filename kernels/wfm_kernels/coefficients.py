@@ -1,0 +1,94 @@
+"""Stochastic samplers as five numbers per step: each is affine in the latents and the velocity, so one kernel does."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+KINDS = ("flow_sde", "dance", "cps", "ode")
+HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
+
+
+def sde_coefficients(
+    kind: str,
+    sigma: Tensor,
+    sigma_next: Tensor,
+    *,
+    eta: float | Tensor = 0.0,
+    sigma_max: float | None = None,
+) -> Tensor:
+    """The rows (c_x, c_v, std, w, c0) of steps from sigma to sigma_next: [B,5] float64, on the device of sigma.
+
+        mean     = c_x * x + c_v * v
+        x_next   = mean + std * z                     z ~ N(0, 1)
+        log_prob = c0 - w * mean over elements of (x_next - mean)^2
+
+    sigma and sigma_next are [B] floating point, 1 >= sigma >= sigma_next >= 0; eta (a number or [B], at least 0) is the
+    noise level, `a` of Flow-SDE and CPS. Kinds: `flow_sde` (arXiv 2505.05470), `dance` (2505.07818), `cps` (2509.05952,
+    eta at most 1) and `ode` (Euler, which ignores eta). A step without noise has w = c0 = 0: it carries no policy
+    gradient. `sigma_max`, the second sigma of the whole schedule, bounds the sigma in Flow-SDE's 1 - sigma.
+
+    Values are read to check them: call it on CPU tensors, once per schedule. Raises ValueError for a shape, a range or
+    a kind that is not as above, for `flow_sde` at sigma 1 without a sigma_max below 1, and for `dance` at sigma 0.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"{kind!r} is no kind of step; the kinds are {', '.join(KINDS)}")
+    s, after = _checked_sigmas(sigma, sigma_next)
+    level = _checked_eta(eta, s, highest=1.0 if kind == "cps" else math.inf)
+    dt = after - s
+    if kind == "ode":
+        return _table(torch.ones_like(s), dt, torch.zeros_like(s))
+    if kind == "cps":
+        kept, std = after * torch.cos(level * (math.pi / 2)), after * torch.sin(level * (math.pi / 2))
+        # The published log-prob of CPS drops the variance and the constants.
+        return _table((1 - after) + kept, kept * (1 - s) - s * (1 - after), std, published_form=True)
+    if kind == "dance":
+        if not bool((s > 0).all()):
+            raise ValueError("a dance step needs sigma above 0; the last value of a schedule is where it ends")
+        k, squared_diffusion = level.square() / (2 * s), level.square()
+    else:
+        clearance = 1 - _bounded(s, sigma_max)
+        k, squared_diffusion = level.square() / (2 * clearance), level.square() * s / clearance
+    # mean = x + dt * (v + k * (x + (1 - sigma) * v)), where k = squared_diffusion / (2 sigma)
+    return _table(1 + k * dt, (1 + k * (1 - s)) * dt, (squared_diffusion * -dt).sqrt())
+
+
+def _bounded(s: Tensor, sigma_max: float | None) -> Tensor:
+    """The sigma of Flow-SDE's 1 - sigma. A schedule may start at 1, or at .9997 where 1 - sigma is far too small."""
+    bounded = s if sigma_max is None else s.clamp(max=sigma_max)
+    if bool((bounded >= 1).any()):
+        raise ValueError(
+            f"flow_sde at sigma 1 needs a sigma_max below 1 (the second sigma of the schedule), got {sigma_max}"
+        )
+    return bounded
+
+
+def _table(c_x: Tensor, c_v: Tensor, std: Tensor, *, published_form: bool = False) -> Tensor:
+    noisy = std > 0
+    divisor = torch.where(noisy, std, 1.0)
+    w = torch.ones_like(std) if published_form else 0.5 / divisor.square()
+    c0 = torch.zeros_like(std) if published_form else -divisor.log() - HALF_LOG_TWO_PI
+    zero = torch.zeros_like(std)
+    return torch.stack([c_x, c_v, std, torch.where(noisy, w, zero), torch.where(noisy, c0, zero)], dim=1)
+
+
+def _checked_sigmas(sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
+    if sigma.ndim != 1 or sigma.shape != sigma_next.shape:
+        raise ValueError(f"sigma and sigma_next must both be [B], got {list(sigma.shape)} and {list(sigma_next.shape)}")
+    if not (sigma.is_floating_point() and sigma_next.is_floating_point()):
+        raise ValueError(f"sigmas must be floating point, got {sigma.dtype} and {sigma_next.dtype}")
+    s, after = sigma.double(), sigma_next.double()
+    if not bool(((s <= 1) & (after <= s) & (after >= 0)).all()):  # False with a NaN
+        raise ValueError(f"steps must go down within [0, 1], got sigma {s.tolist()} and sigma_next {after.tolist()}")
+    return s, after
+
+
+def _checked_eta(eta: float | Tensor, sigma: Tensor, *, highest: float) -> Tensor:
+    level = torch.as_tensor(eta, dtype=torch.float64, device=sigma.device)
+    if level.shape not in (torch.Size([]), sigma.shape):
+        raise ValueError(f"eta must be a number or [{len(sigma)}], got {list(level.shape)}")
+    if not bool((level.isfinite() & (level >= 0) & (level <= highest)).all()):
+        raise ValueError(f"eta must be finite, at least 0 and at most {highest}, got {level.tolist()}")
+    return level.expand_as(sigma)

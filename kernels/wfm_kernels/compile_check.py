@@ -1,0 +1,350 @@
+"""Compiles every kernel for sm_90 without a GPU and judges the code: `python -m wfm_kernels.compile_check`.
+
+Proves the shape of the code (no spills, 16-byte accesses, no contracted multiply-adds, one order of summation in
+rollout and training), neither its results nor its speed. Exit code 1 if a check fails, 3 if Triton is not there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+ACCESS_BYTES = 16
+NUM_FMA_OF_NORMALS = 108  # in the logarithm, sine and cosine of a draw; Triton 3.6 to 3.9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One kernel with the dtypes and branches of one way to call it; `types` has its arguments in order."""
+
+    kernel: str
+    label: str
+    types: dict[str, str]
+    constants: dict[str, Any]
+    reads: tuple[str, ...]  # dtypes of the latent-sized tensors
+    writes: tuple[str, ...]
+    warps: int
+    max_registers: int
+    draws: bool = False
+
+    def wide_accesses(self, dtypes: tuple[str, ...]) -> int:
+        """Accesses of 16 bytes that a thread needs for a tile of these tensors."""
+        per_thread = self.constants["BLOCK"] // (32 * self.warps)
+        return sum(per_thread * BYTES[dtype] // ACCESS_BYTES for dtype in dtypes)
+
+
+@dataclass(kw_only=True)
+class Report:
+    variant: Variant
+    registers: int = 0
+    spill_bytes: int = 0
+    stack_bytes: int = 0
+    wide_reads: int = 0
+    wide_writes: int = 0
+    fma: int = 0
+    layout: str = ""  # of the operand of the sum over a tile
+    faults: list[str] = field(default_factory=list)
+
+
+def variants() -> list[Variant]:
+    return [*_sde_variants(), *_gradient_variants(), *_nft_variants(), *_noise_variants(), *_finish_variants()]
+
+
+def _sde_variants() -> Iterator[Variant]:
+    from wfm_kernels.triton_backend import BLOCK, WARPS
+
+    pairs = [("bf16", "fp32"), ("fp32", "fp32"), ("fp16", "fp32"), ("bf16", "bf16"), ("fp16", "fp16")]
+    for velocity, latents in pairs:
+        for uncond in (False, True) if (velocity, latents) in pairs[:2] else (False,):
+            for mode in ("given", "noise", "seeds"):
+                yield Variant(
+                    kernel="sde_kernel",
+                    label=f"{mode} v {velocity} x {latents}{' guided' if uncond else ''}",
+                    types={
+                        "v_ptr": f"*{velocity}",
+                        "u_ptr": f"*{velocity}" if uncond else "none",
+                        "x_ptr": f"*{latents}",
+                        "out_ptr": f"*{latents}",
+                        "z_ptr": "*fp32" if mode == "noise" else "none",
+                        "seed_ptr": "*i64" if mode == "seeds" else "none",
+                        "mean_ptr": "none",
+                        "coef_ptr": "*fp64",
+                        "part_ptr": "*fp32",
+                        "n": "i32",
+                        "coef_stride": "i32",
+                        "guidance": "fp32",
+                    },
+                    constants={"GIVEN": mode == "given", "TILES": 2, "SPLIT": 512, "BLOCK": BLOCK},
+                    reads=(velocity, *[velocity] * uncond, latents)
+                    + {"given": (latents,), "noise": ("fp32",), "seeds": ()}[mode],
+                    writes=() if mode == "given" else (latents,),
+                    warps=WARPS,
+                    max_registers=80,
+                    draws=mode == "seeds",
+                )
+
+
+def _gradient_variants() -> Iterator[Variant]:
+    from wfm_kernels.triton_backend import BLOCK, WARPS
+
+    for velocity, latents, uncond in [("bf16", "fp32", False), ("fp32", "fp32", False), ("bf16", "fp32", True)]:
+        yield Variant(
+            kernel="sde_gradient_kernel",
+            label=f"v {velocity} x {latents}{' guided' if uncond else ''}",
+            types={
+                "upstream_ptr": "*fp32",
+                "v_ptr": f"*{velocity}",
+                "u_ptr": f"*{velocity}" if uncond else "none",
+                "x_ptr": f"*{latents}",
+                "next_ptr": f"*{latents}",
+                "coef_ptr": "*fp64",
+                "dv_ptr": f"*{velocity}",
+                "du_ptr": f"*{velocity}" if uncond else "none",
+                "n": "i32",
+                "coef_stride": "i32",
+                "guidance": "fp32",
+            },
+            constants={"BLOCK": BLOCK},
+            reads=(velocity, *[velocity] * uncond, latents, latents),
+            writes=(velocity, *[velocity] * uncond),
+            warps=WARPS,
+            max_registers=80,
+        )
+
+
+def _nft_variants() -> Iterator[Variant]:
+    from wfm_kernels.triton_backend import BLOCK, NFT_BLOCK, NFT_WARPS, WARPS
+
+    for velocity in ("bf16", "fp32"):
+        for ref in (False, True):
+            label = f"v {velocity}{' with ref' if ref else ''}"
+            tensors = {
+                "v_ptr": f"*{velocity}",
+                "old_ptr": f"*{velocity}",
+                "clean_ptr": "*fp32",
+                "noise_ptr": "*fp32",
+                "ref_ptr": f"*{velocity}" if ref else "none",
+                "sigma_ptr": "*fp32",
+            }
+            reads = (velocity, velocity, "fp32", "fp32", *[velocity] * ref)
+            yield Variant(
+                kernel="nft_kernel",
+                label=label,
+                types=tensors | {"part_ptr": "*fp32", "n": "i32", "beta": "fp32"},
+                constants={"TILES": 2, "SPLIT": 512, "BLOCK": NFT_BLOCK},
+                reads=reads,
+                writes=(),
+                warps=NFT_WARPS,
+                max_registers=128,
+            )
+            upstream = {"upstream_ptr": "*fp32", "upstream_kl_ptr": "*fp32" if ref else "none"}
+            rest = {"reward_ptr": "*fp32", "stats_ptr": "*fp32", "dv_ptr": f"*{velocity}", "batch": "i32", "n": "i32"}
+            yield Variant(
+                kernel="nft_gradient_kernel",
+                label=label,
+                types=upstream | tensors | rest | {"beta": "fp32"},
+                constants={"BLOCK": BLOCK},
+                reads=reads,
+                writes=(velocity,),
+                warps=WARPS,
+                max_registers=80,
+            )
+
+
+def _noise_variants() -> Iterator[Variant]:
+    from wfm_kernels.triton_backend import BLOCK, WARPS
+
+    for clean in ("fp32", "bf16"):
+        for draws in (False, True):
+            yield Variant(
+                kernel="flow_noise_kernel",
+                label=f"{'seeds' if draws else 'noise'} x {clean}",
+                types={
+                    "clean_ptr": f"*{clean}",
+                    "sigma_ptr": "*fp32",
+                    "seed_ptr": "*i64" if draws else "none",
+                    "noise_ptr": "*fp32",
+                    "noisy_ptr": f"*{clean}",
+                    "n": "i32",
+                },
+                constants={"BLOCK": BLOCK},
+                reads=(clean,) if draws else (clean, "fp32"),
+                writes=("fp32", clean) if draws else (clean,),
+                warps=WARPS,
+                max_registers=80,
+                draws=draws,
+            )
+
+
+def _finish_variants() -> Iterator[Variant]:
+    """The kernels that add the partial sums: they read a few hundred numbers per sample."""
+    sums = {"n": "i32", "coef_stride": "i32"}
+    arguments = {
+        "sde_finish_kernel": {"part_ptr": "*fp32", "coef_ptr": "*fp64", "log_prob_ptr": "*fp32"} | sums,
+        "nft_finish_kernel": dict.fromkeys(("part_ptr", "reward_ptr", "policy_ptr", "kl_ptr", "stats_ptr"), "*fp32")
+        | {"batch": "i32", "n": "i32", "beta": "fp32"},
+    }
+    for kernel, types in arguments.items():
+        for split in (1, 512):
+            floor = {"MIN_WEIGHT": 1e-5} if kernel == "nft_finish_kernel" else {}
+            yield Variant(
+                kernel=kernel,
+                label=f"of {split}",
+                types=types,
+                constants=floor | {"SPLIT": split},
+                reads=(),
+                writes=(),
+                warps=1,
+                max_registers=128,
+            )
+
+
+def build(variant: Variant) -> Report:
+    """Compile one variant and read what came out; `faults` says what is wrong with it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from wfm_kernels import triton_kernels
+
+    kernel = getattr(triton_kernels, variant.kernel)
+    types = variant.types | dict.fromkeys(variant.constants, "constexpr")
+    names = list(types)
+    assert names == list(kernel.arg_names), f"{variant.kernel} takes {kernel.arg_names}"
+    absent = {name: None for name, type_ in types.items() if type_ == "none"}
+    # What a launch finds out: pointers are aligned, and n is a multiple of 16.
+    aligned = [name for name, type_ in types.items() if type_.startswith("*") or name == "n"]
+    source = ASTSource(
+        fn=kernel,
+        signature={name: "constexpr" if type_ == "none" else type_ for name, type_ in types.items()},
+        constexprs={(names.index(name),): value for name, value in (variant.constants | absent).items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    compiled = triton.compile(
+        source,
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": variant.warps, "enable_fp_fusion": False},
+    )
+    report = Report(variant=variant)
+    _read_ptx(compiled.asm["ptx"], report)
+    _read_resources(compiled.asm["ptx"], report)
+    report.layout = _reduced_layout(compiled.asm["ttgir"])
+    _judge(report)
+    return report
+
+
+def _read_ptx(ptx: str, report: Report) -> None:
+    report.wide_reads = len(re.findall(r"ld\.global[\w.:]*\.v4\.b32", ptx))
+    report.wide_writes = len(re.findall(r"st\.global[\w.:]*\.v4\.b32", ptx))
+    report.fma = len(re.findall(r"fma\.r[nzmp][\w.]*\.f32", ptx))
+
+
+def _read_resources(ptx: str, report: Report) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        said = _assembled(source)
+    report.registers = int(_number(r"Used (\d+) registers", said))
+    report.stack_bytes = int(_number(r"(\d+) bytes stack frame", said))
+    report.spill_bytes = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+
+
+def _assembled(source: Path) -> str:
+    """What the first assembler of Triton that accepts the file says about it."""
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    messages = []
+    for name in ("ptxas", "ptxas-blackwell"):  # newer PTX versions are read by the second alone
+        if (tools / name).exists():
+            command = [str(tools / name), "-v", "-arch=sm_90a", str(source), "-o", str(source.with_suffix(".cubin"))]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+            if done.returncode == 0:
+                return done.stdout + done.stderr
+            messages.append(f"{name}: {(done.stdout + done.stderr).strip()}")
+    raise RuntimeError(f"no assembler of Triton in {tools} accepts the kernel: {'; '.join(messages)}")
+
+
+def _number(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    if found is None:
+        raise RuntimeError(f"the assembler did not report {pattern!r}: {text.strip()}")
+    return found[1]
+
+
+def _reduced_layout(ttgir: str) -> str:
+    """The layout, written out, of what the first tt.reduce sums."""
+    used = re.search(r'"tt\.reduce"\([^)]*\).*?\}\)\s*:\s*\(tensor<[^,]*,\s*(#\w+)>', ttgir, re.DOTALL)
+    if used is None:
+        return ""
+    written = re.search(rf"^{used[1]} = (.*)$", ttgir, re.MULTILINE)
+    return written[1] if written else used[1]
+
+
+def _judge(report: Report) -> None:
+    variant = report.variant
+    wanted_fma = NUM_FMA_OF_NORMALS if variant.draws else 0
+    checks = {
+        f"{report.spill_bytes} bytes of spills": report.spill_bytes == 0,
+        f"{report.registers} registers, at most {variant.max_registers}": report.registers <= variant.max_registers,
+        f"a stack of {report.stack_bytes} bytes": report.stack_bytes <= (32 if variant.draws else 0),
+        f"{report.fma} contracted multiply-adds, not {wanted_fma}": report.fma == wanted_fma,
+    }
+    report.faults += [fault for fault, fine in checks.items() if not fine]
+    if variant.reads:
+        _judge_accesses(report)
+
+
+def _judge_accesses(report: Report) -> None:
+    reads, writes = (report.variant.wide_accesses(t) for t in (report.variant.reads, report.variant.writes))
+    tiles = report.wide_reads // reads  # the compiler may keep the loop over tiles or write them out
+    if report.wide_reads != tiles * reads or tiles == 0:
+        report.faults.append(f"{report.wide_reads} loads of 16 bytes, not {reads} a tile")
+    if report.wide_writes != tiles * writes:
+        report.faults.append(f"{report.wide_writes} stores of 16 bytes, not {writes} a tile")
+
+
+def compare_sums(reports: list[Report]) -> None:
+    """A step and the log-probability of a stored one must sum in the same order: one layout per pair of dtypes."""
+    layouts: dict[str, str] = {}
+    for report in reports:
+        if report.variant.kernel == "sde_kernel":
+            pair = report.variant.label.partition(" ")[2]
+            if not report.layout or layouts.setdefault(pair, report.layout) != report.layout:
+                report.faults.append(f"sums in the layout {report.layout!r}, not {layouts.get(pair)!r}")
+
+
+def table(reports: list[Report]) -> str:
+    rows = [f"{'kernel':22}{'variant':34}{'registers':>10}{'stack':>7}{'spills':>7}{'wide r/w':>10}{'fma':>6}"]
+    for r in reports:
+        rows.append(
+            f"{r.variant.kernel:22}{r.variant.label:34}{r.registers:10}{r.stack_bytes:7}{r.spill_bytes:7}"
+            f"{r.wide_reads:7}/{r.wide_writes:<2}{r.fma:6}{'  ' + '; '.join(r.faults) if r.faults else ''}"
+        )
+    return "\n".join(rows)
+
+
+def main() -> int:
+    if importlib.util.find_spec("triton") is None:
+        sys.stderr.write("Triton is not installed: pip install triton\n")
+        return 3
+    if os.environ.get("TRITON_INTERPRET", "0") != "0":
+        sys.stderr.write("TRITON_INTERPRET is set: interpreted kernels cannot be compiled, unset it\n")
+        return 3
+    reports = [build(variant) for variant in variants()]
+    compare_sums(reports)
+    sys.stdout.write(table(reports) + "\n")
+    return int(any(report.faults for report in reports))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,283 @@
+"""The torch operators `wfm_kernels::*`: one opaque node each for torch.compile and CUDA graphs, whichever backend runs.
+
+They trust their arguments; ops.py checks. An operator returns fresh tensors only, so what is not asked for is empty.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wfm_kernels import torch_backend
+from wfm_kernels.checks import working_dtype
+
+NFT_STATS = (  # rows of the third result of nft_loss; the last only with a reference
+    "loss_positive",
+    "loss_negative",
+    "weight_positive",
+    "weight_negative",
+    "old_deviation",
+    "old_deviation_max",
+    "old_ref_deviation",
+)
+
+
+def _backend(triton: bool) -> ModuleType:
+    if triton:
+        from wfm_kernels import triton_backend  # here, because Triton is absent on most machines without a GPU
+
+        return triton_backend
+    return torch_backend
+
+
+def _like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _per_sample(latents: Tensor, *rows: int) -> Tensor:
+    return latents.new_empty((*rows, latents.shape[0]), dtype=working_dtype(latents))
+
+
+@torch.library.custom_op("wfm_kernels::sde_step", mutates_args=())
+def sde_step(
+    velocity: Tensor,
+    latents: Tensor,
+    coefficients: Tensor,
+    seeds: Tensor | None,
+    noise: Tensor | None,
+    uncond: Tensor | None,
+    guidance: float,
+    return_mean: bool,
+    triton: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    moved, log_prob, mean = _backend(triton).sde_step(
+        velocity, latents, coefficients, seeds, noise, uncond, guidance, return_mean
+    )
+    return moved, log_prob, mean
+
+
+@sde_step.register_fake
+def _(
+    velocity: Tensor,
+    latents: Tensor,
+    coefficients: Tensor,
+    seeds: Tensor | None,
+    noise: Tensor | None,
+    uncond: Tensor | None,
+    guidance: float,
+    return_mean: bool,
+    triton: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = working_dtype(latents)
+    mean = _like(latents, dtype) if return_mean else latents.new_empty(0, dtype=dtype)
+    return _like(latents), _per_sample(latents), mean
+
+
+@torch.library.custom_op("wfm_kernels::sde_log_prob", mutates_args=())
+def sde_log_prob(
+    velocity: Tensor,
+    latents: Tensor,
+    next_latents: Tensor,
+    coefficients: Tensor,
+    uncond: Tensor | None,
+    guidance: float,
+    triton: bool,
+) -> Tensor:
+    log_prob: Tensor = _backend(triton).sde_log_prob(velocity, latents, next_latents, coefficients, uncond, guidance)
+    return log_prob
+
+
+@sde_log_prob.register_fake
+def _(
+    velocity: Tensor,
+    latents: Tensor,
+    next_latents: Tensor,
+    coefficients: Tensor,
+    uncond: Tensor | None,
+    guidance: float,
+    triton: bool,
+) -> Tensor:
+    return _per_sample(latents)
+
+
+@torch.library.custom_op("wfm_kernels::sde_log_prob_backward", mutates_args=())
+def sde_log_prob_backward(
+    upstream: Tensor,
+    velocity: Tensor,
+    latents: Tensor,
+    next_latents: Tensor,
+    coefficients: Tensor,
+    uncond: Tensor | None,
+    guidance: float,
+    for_velocity: bool,
+    for_uncond: bool,
+    triton: bool,
+) -> tuple[Tensor, Tensor]:
+    of_velocity, of_uncond = _backend(triton).sde_log_prob_backward(
+        upstream, velocity, latents, next_latents, coefficients, uncond, guidance, for_velocity, for_uncond
+    )
+    return of_velocity, of_uncond
+
+
+@sde_log_prob_backward.register_fake
+def _(
+    upstream: Tensor,
+    velocity: Tensor,
+    latents: Tensor,
+    next_latents: Tensor,
+    coefficients: Tensor,
+    uncond: Tensor | None,
+    guidance: float,
+    for_velocity: bool,
+    for_uncond: bool,
+    triton: bool,
+) -> tuple[Tensor, Tensor]:
+    other = velocity if uncond is None else uncond
+    return (
+        _like(velocity) if for_velocity else velocity.new_empty(0),
+        _like(other) if for_uncond and uncond is not None else other.new_empty(0),
+    )
+
+
+def _keep_for_log_prob(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, guidance, triton = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.guidance, ctx.triton = guidance, triton
+
+
+def _log_prob_gradients(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    velocity, latents, next_latents, coefficients, uncond = ctx.saved_tensors
+    wanted, wanted_uncond = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
+    of_velocity, of_uncond = sde_log_prob_backward(
+        upstream.contiguous(),
+        velocity,
+        latents,
+        next_latents,
+        coefficients,
+        uncond,
+        ctx.guidance,
+        wanted,
+        wanted_uncond,
+        ctx.triton,
+    )
+    return of_velocity if wanted else None, None, None, None, of_uncond if wanted_uncond else None, None, None
+
+
+sde_log_prob.register_autograd(_log_prob_gradients, setup_context=_keep_for_log_prob)
+
+
+@torch.library.custom_op("wfm_kernels::nft_loss", mutates_args=())
+def nft_loss(
+    velocity: Tensor,
+    old: Tensor,
+    clean: Tensor,
+    noise: Tensor,
+    sigma: Tensor,
+    reward_weight: Tensor,
+    ref: Tensor | None,
+    beta: float,
+    triton: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    policy, kl, stats = _backend(triton).nft_loss(velocity, old, clean, noise, sigma, reward_weight, ref, beta)
+    return policy, kl, stats
+
+
+@nft_loss.register_fake
+def _(
+    velocity: Tensor,
+    old: Tensor,
+    clean: Tensor,
+    noise: Tensor,
+    sigma: Tensor,
+    reward_weight: Tensor,
+    ref: Tensor | None,
+    beta: float,
+    triton: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _per_sample(clean), _per_sample(clean), _per_sample(clean, len(NFT_STATS))
+
+
+@torch.library.custom_op("wfm_kernels::nft_loss_backward", mutates_args=())
+def nft_loss_backward(
+    upstream: Tensor,
+    upstream_kl: Tensor | None,
+    velocity: Tensor,
+    old: Tensor,
+    clean: Tensor,
+    noise: Tensor,
+    sigma: Tensor,
+    reward_weight: Tensor,
+    ref: Tensor | None,
+    stats: Tensor,
+    beta: float,
+    triton: bool,
+) -> Tensor:
+    gradient: Tensor = _backend(triton).nft_loss_backward(
+        upstream, upstream_kl, velocity, old, clean, noise, sigma, reward_weight, ref, stats, beta
+    )
+    return gradient
+
+
+@nft_loss_backward.register_fake
+def _(
+    upstream: Tensor,
+    upstream_kl: Tensor | None,
+    velocity: Tensor,
+    old: Tensor,
+    clean: Tensor,
+    noise: Tensor,
+    sigma: Tensor,
+    reward_weight: Tensor,
+    ref: Tensor | None,
+    stats: Tensor,
+    beta: float,
+    triton: bool,
+) -> Tensor:
+    return _like(velocity)
+
+
+def _keep_for_nft(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *tensors, beta, triton = inputs
+    ctx.set_materialize_grads(False)  # no zeros for results that nobody differentiated
+    ctx.save_for_backward(*tensors, output[2])
+    ctx.beta, ctx.triton = beta, triton
+
+
+def _nft_gradients(
+    ctx: Any, upstream: Tensor | None, upstream_kl: Tensor | None, _stats: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    *tensors, stats = ctx.saved_tensors
+    with_ref = tensors[-1] is not None
+    gradient = nft_loss_backward(
+        _contiguous(upstream, stats),
+        _contiguous(upstream_kl, stats) if with_ref else None,
+        *tensors,
+        stats,
+        ctx.beta,
+        ctx.triton,
+    )
+    return gradient, *[None] * 8
+
+
+def _contiguous(upstream: Tensor | None, stats: Tensor) -> Tensor:
+    return torch.zeros_like(stats[0]) if upstream is None else upstream.contiguous()
+
+
+nft_loss.register_autograd(_nft_gradients, setup_context=_keep_for_nft)
+
+
+@torch.library.custom_op("wfm_kernels::flow_noise", mutates_args=())
+def flow_noise(
+    clean: Tensor, sigma: Tensor, seeds: Tensor | None, noise: Tensor | None, triton: bool
+) -> tuple[Tensor, Tensor]:
+    noisy, drawn = _backend(triton).flow_noise(clean, sigma, seeds, noise)
+    return noisy, drawn
+
+
+@flow_noise.register_fake
+def _(clean: Tensor, sigma: Tensor, seeds: Tensor | None, noise: Tensor | None, triton: bool) -> tuple[Tensor, Tensor]:
+    dtype = working_dtype(clean)
+    return _like(clean), clean.new_empty(0, dtype=dtype) if seeds is None else _like(clean, dtype)

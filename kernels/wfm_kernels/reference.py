@@ -1,0 +1,92 @@
+"""Float64 oracles for tests and benchmarks: the published formulas written out, in none of the forms of the kernels."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def over(vector_B: Tensor, latents: Tensor) -> Tensor:
+    """[B] as [B,1,..,1]."""
+    return vector_B.view(-1, *[1] * (latents.ndim - 1))
+
+
+def mean(x: Tensor) -> Tensor:
+    """[B]: over the elements of each sample."""
+    return x.flatten(1).mean(1)
+
+
+def guided(velocity: Tensor, uncond_velocity: Tensor | None, scale: float) -> Tensor:
+    return velocity if uncond_velocity is None else uncond_velocity + scale * (velocity - uncond_velocity)
+
+
+def sde_mean_and_std(
+    kind: str, x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, eta: Tensor, sigma_max: float | None
+) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of the next latents, as the papers (`flow_sde`, `dance`, `cps`, `ode`) write them."""
+    s, after, level = over(sigma, x), over(sigma_next, x), over(eta, x)
+    dt = after - s
+    if kind == "flow_sde":
+        bounded = s if sigma_max is None else torch.minimum(s, torch.as_tensor(sigma_max, dtype=s.dtype))
+        std_t = torch.sqrt(s / (1 - bounded)) * level
+        mean_t = x * (1 + std_t**2 / (2 * s) * dt) + v * (1 + std_t**2 * (1 - s) / (2 * s)) * dt
+        return mean_t, std_t * torch.sqrt(-dt)
+    if kind == "dance":
+        clean = x - s * v
+        score = -(x - (1 - s) * clean) / s**2
+        return x + dt * v - 0.5 * level**2 * score * dt, level * torch.sqrt(-dt)
+    if kind == "cps":
+        clean, noise = x - s * v, x + (1 - s) * v
+        std = after * torch.sin(level * math.pi / 2)
+        return clean * (1 - after) + noise * torch.sqrt(after**2 - std**2), std
+    return x + dt * v, torch.zeros_like(s)
+
+
+def sde_log_prob(kind: str, x_next: Tensor, mean_t: Tensor, std: Tensor) -> Tensor:
+    """[B]: mean of the elements' log-probabilities; 0 where std ([B,1,..,1]) is 0."""
+    squared = (x_next.detach() - mean_t) ** 2
+    if kind == "cps":
+        elements = -squared
+    else:
+        safe = torch.where(std > 0, std, 1.0)
+        elements = -squared / (2 * safe**2) - torch.log(safe) - math.log(math.sqrt(2 * math.pi))
+    return mean(torch.where(std > 0, elements, 0.0))
+
+
+def nft_loss(
+    velocity: Tensor,
+    old_velocity: Tensor,
+    clean_latents: Tensor,
+    noise: Tensor,
+    sigma: Tensor,
+    reward_weight: Tensor,
+    beta: float,
+    ref_velocity: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """DiffusionNFT (arXiv 2509.16117) through noisy latents and x0 predictions; [B] by the names of NftLoss."""
+    s, old = over(sigma, clean_latents), old_velocity.detach()
+    noisy = (1 - s) * clean_latents + s * noise
+    positive = noisy - s * (beta * velocity + (1 - beta) * old) - clean_latents
+    negative = noisy - s * ((1 + beta) * old - beta * velocity) - clean_latents
+    weight = {name: mean(e.detach().abs()).clamp_min(1e-5) for name, e in (("+", positive), ("-", negative))}
+    loss = {"+": mean(positive**2) / weight["+"], "-": mean(negative**2) / weight["-"]}
+    deviation = (velocity.detach() - old) ** 2
+    results = {
+        "policy": (reward_weight * loss["+"] + (1 - reward_weight) * loss["-"]) / beta,
+        "loss_positive": loss["+"],
+        "loss_negative": loss["-"],
+        "weight_positive": weight["+"],
+        "weight_negative": weight["-"],
+        "old_deviation": mean(deviation),
+        "old_deviation_max": deviation.flatten(1).amax(1),
+    }
+    if ref_velocity is not None:
+        results["kl"] = mean((velocity - ref_velocity.detach()) ** 2)
+        results["old_ref_deviation"] = mean((old - ref_velocity.detach()) ** 2)
+    return results
+
+
+def flow_noise(clean_latents: Tensor, sigma: Tensor, noise: Tensor) -> Tensor:
+    return (1 - over(sigma, clean_latents)) * clean_latents + over(sigma, clean_latents) * noise

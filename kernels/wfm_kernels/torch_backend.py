@@ -1,0 +1,172 @@
+"""The operators in eager torch: for CPUs, and wherever Triton is not. float32 inside (float64 for float64 latents).
+
+Same arguments and results as triton_backend.py; a sample's latents are one row [B, n] throughout.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from wfm_kernels.checks import working_dtype
+from wfm_kernels.noise import normal
+
+MIN_WEIGHT = 1e-5  # lower bound of the mean absolute error that a branch of the NFT loss is divided by
+
+
+def _rows(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.reshape(len(tensor), -1).to(dtype)
+
+
+def _guided(velocity: Tensor, uncond: Tensor | None, guidance: float, dtype: torch.dtype) -> Tensor:
+    v = _rows(velocity, dtype)
+    if uncond is None:
+        return v
+    u = _rows(uncond, dtype)
+    return u + guidance * (v - u)
+
+
+def _mean(velocity: Tensor, latents: Tensor, coefficients: Tensor, uncond: Tensor | None, guidance: float) -> Tensor:
+    dtype = working_dtype(latents)
+    c_x, c_v = coefficients[:, :2].to(dtype).unsqueeze(2).unbind(1)
+    return c_x * _rows(latents, dtype) + c_v * _guided(velocity, uncond, guidance, dtype)
+
+
+def _log_prob(next_latents: Tensor, mean: Tensor, coefficients: Tensor) -> Tensor:
+    d = _rows(next_latents, mean.dtype) - mean
+    w, c0 = coefficients[:, 3], coefficients[:, 4]
+    return (c0 - w * (d * d).mean(1).double()).to(mean.dtype)
+
+
+def sde_step(
+    velocity: Tensor,
+    latents: Tensor,
+    coefficients: Tensor,
+    seeds: Tensor | None,
+    noise: Tensor | None,
+    uncond: Tensor | None,
+    guidance: float,
+    return_mean: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Next latents, log-probability [B], and the mean (empty unless wanted)."""
+    mean = _mean(velocity, latents, coefficients, uncond, guidance)
+    std = coefficients[:, 2:3].to(mean.dtype)
+    z = _drawn(seeds, mean) if noise is None else _rows(noise, mean.dtype)
+    moved = (mean + std * z).to(latents.dtype).view(latents.shape)  # rounded first: this is what training reads back
+    kept = mean.view(latents.shape) if return_mean else mean.new_empty(0)
+    return moved, _log_prob(moved, mean, coefficients), kept
+
+
+def _drawn(seeds: Tensor | None, rows: Tensor) -> Tensor:
+    assert seeds is not None
+    return normal(seeds, rows.shape[1]).to(rows.dtype)
+
+
+def sde_log_prob(
+    velocity: Tensor,
+    latents: Tensor,
+    next_latents: Tensor,
+    coefficients: Tensor,
+    uncond: Tensor | None,
+    guidance: float,
+) -> Tensor:
+    return _log_prob(next_latents, _mean(velocity, latents, coefficients, uncond, guidance), coefficients)
+
+
+def sde_log_prob_backward(
+    upstream: Tensor,
+    velocity: Tensor,
+    latents: Tensor,
+    next_latents: Tensor,
+    coefficients: Tensor,
+    uncond: Tensor | None,
+    guidance: float,
+    for_velocity: bool,
+    for_uncond: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the conditional and the unconditional velocity; empty where not wanted."""
+    mean = _mean(velocity, latents, coefficients, uncond, guidance)
+    slope = upstream.double() * 2 * coefficients[:, 3] * coefficients[:, 1] / mean.shape[1]
+    gradient = slope.to(mean.dtype).unsqueeze(1) * (_rows(next_latents, mean.dtype) - mean)
+    empty = velocity.new_empty(0)
+    if uncond is None:
+        return _like(gradient, velocity) if for_velocity else empty, empty
+    of_velocity = _like(guidance * gradient, velocity) if for_velocity else empty
+    return of_velocity, _like((1 - guidance) * gradient, uncond) if for_uncond else uncond.new_empty(0)
+
+
+def _like(rows: Tensor, tensor: Tensor) -> Tensor:
+    return rows.to(tensor.dtype).view(tensor.shape)
+
+
+def _nft_errors(
+    velocity: Tensor, old: Tensor, clean: Tensor, noise: Tensor, sigma: Tensor, beta: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x0 errors of the positive and of the negative policy, and v - v_old."""
+    dtype = working_dtype(clean)
+    s, v_old = sigma.unsqueeze(1), _rows(old, dtype)
+    moved = _rows(velocity, dtype) - v_old
+    # In this form both errors are equal, and the gradient exactly proportional to the advantage, when v is v_old.
+    error = s * (_rows(noise, dtype) - _rows(clean, dtype) - v_old)
+    step = s * (beta * moved)
+    return error - step, error + step, moved
+
+
+def nft_loss(
+    velocity: Tensor,
+    old: Tensor,
+    clean: Tensor,
+    noise: Tensor,
+    sigma: Tensor,
+    reward_weight: Tensor,
+    ref: Tensor | None,
+    beta: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """policy [B], kl [B] (0 without a reference) and the rows of library.NFT_STATS [7,B]."""
+    positive, negative, moved = _nft_errors(velocity, old, clean, noise, sigma, beta)
+    weights = [error.abs().mean(1).clamp_min(MIN_WEIGHT) for error in (positive, negative)]
+    losses = [error.square().mean(1) / w for error, w in zip((positive, negative), weights, strict=True)]
+    policy = (reward_weight * losses[0] + (1 - reward_weight) * losses[1]) / beta
+    squared = moved.square()
+    kl = old_to_ref = torch.zeros_like(policy)
+    if ref is not None:
+        v_ref = _rows(ref, moved.dtype)
+        kl = (_rows(velocity, moved.dtype) - v_ref).square().mean(1)
+        old_to_ref = (_rows(old, moved.dtype) - v_ref).square().mean(1)
+    return policy, kl, torch.stack([*losses, *weights, squared.mean(1), squared.amax(1), old_to_ref])
+
+
+def nft_loss_backward(
+    upstream: Tensor,
+    upstream_kl: Tensor | None,
+    velocity: Tensor,
+    old: Tensor,
+    clean: Tensor,
+    noise: Tensor,
+    sigma: Tensor,
+    reward_weight: Tensor,
+    ref: Tensor | None,
+    stats: Tensor,
+    beta: float,
+) -> Tensor:
+    """Gradient of the velocity; the weights w+- (rows 2 and 3 of stats) count as constants. upstream_kl: with a ref."""
+    positive, negative, _ = _nft_errors(velocity, old, clean, noise, sigma, beta)
+    n, r = positive.shape[1], reward_weight.double()
+    scale = 2 * upstream.double() * sigma.double() / n
+    of_positive, of_negative = -scale * r / stats[2].double(), scale * (1 - r) / stats[3].double()
+    dtype = positive.dtype
+    gradient = of_positive.to(dtype).unsqueeze(1) * positive + of_negative.to(dtype).unsqueeze(1) * negative
+    if ref is not None:
+        assert upstream_kl is not None
+        slope = (2 * upstream_kl.double() / n).to(dtype).unsqueeze(1)
+        gradient = gradient + slope * (_rows(velocity, dtype) - _rows(ref, dtype))
+    return _like(gradient, velocity)
+
+
+def flow_noise(clean: Tensor, sigma: Tensor, seeds: Tensor | None, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Noisy latents, and the noise if it was drawn (else empty)."""
+    x0 = _rows(clean, working_dtype(clean))
+    eps = _drawn(seeds, x0) if noise is None else _rows(noise, x0.dtype)
+    s = sigma.unsqueeze(1)
+    noisy = _like((1 - s) * x0 + s * eps, clean)
+    return noisy, eps.view(clean.shape) if noise is None else eps.new_empty(0)

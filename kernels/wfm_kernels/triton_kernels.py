@@ -1,0 +1,301 @@
+"""The Triton kernels: device code only; triton_backend.py launches it.
+
+One program works on TILES blocks of one sample (grid: parts of a sample x samples). Loads upcast to float32 in
+registers; a sum leaves a program as one float32 partial per sample and program, and a second kernel adds the partials.
+Tiles and parts depend on the length of a sample alone, so a sample's sum does not depend on its batch.
+"""
+
+import os
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
+
+
+@triton.jit
+def cast(x, dtype: tl.constexpr):
+    """To a storage type, rounded to nearest even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        # The interpreter's own cast, and that of tl.store, truncate. Integer arithmetic rounds right for finite x.
+        u = x.to(tl.uint32, bitcast=True)
+        return ((u + 0x7FFF + ((u >> 16) & 1)) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:  # noqa: RET505 - the compiler drops the branch not taken only as a branch
+        return x.to(dtype)
+
+
+@triton.jit
+def read(ptr, row, i, mask):
+    # other=0: beyond the end of a sample every sum gets zeros
+    return tl.load(ptr + row + i, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def normal4(seed, base, QUADS: tl.constexpr):
+    """Normal numbers base .. base + 4*QUADS of a sample by the noise contract; base is a multiple of 4."""
+    z0, z1, z2, z3 = tl.randn4x(seed, base // 4 + tl.arange(0, QUADS))
+    return tl.interleave(tl.interleave(z0, z2), tl.interleave(z1, z3))
+
+
+@triton.jit
+def read_velocity(v_ptr, u_ptr, row, i, mask, guidance):
+    v = read(v_ptr, row, i, mask)
+    if u_ptr is not None:
+        u = read(u_ptr, row, i, mask)
+        v = u + guidance * (v - u)
+    return v
+
+
+@triton.jit
+def sde_kernel(
+    v_ptr,
+    u_ptr,  # None without guidance
+    x_ptr,
+    out_ptr,  # the next latents: read where they are GIVEN, else written
+    z_ptr,  # noise, or None
+    seed_ptr,  # seeds, or None
+    mean_ptr,  # None unless wanted
+    coef_ptr,
+    part_ptr,  # [B, SPLIT]
+    n,
+    coef_stride,
+    guidance,
+    GIVEN: tl.constexpr,
+    TILES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A step and the log-probability of a stored step are one kernel, so that both take the same sums."""
+    part, sample = tl.program_id(0), tl.program_id(1)
+    row = sample.to(tl.int64) * n  # int64: a batch of videos passes 2**31 elements
+    coef = coef_ptr + sample * coef_stride
+    c_x, c_v = tl.load(coef).to(tl.float32), tl.load(coef + 1).to(tl.float32)
+    std = tl.load(coef + 2).to(tl.float32)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for tile in range(TILES):
+        base = (part * TILES + tile) * BLOCK
+        i = base + tl.arange(0, BLOCK)
+        mask = i < n
+        v = read_velocity(v_ptr, u_ptr, row, i, mask, guidance)
+        mean = c_x * read(x_ptr, row, i, mask) + c_v * v
+        if GIVEN:
+            out = tl.load(out_ptr + row + i, mask=mask, other=0.0)
+        else:
+            if z_ptr is not None:
+                z = read(z_ptr, row, i, mask)
+            else:
+                z = normal4(tl.load(seed_ptr + sample), base, BLOCK // 4)
+            out = cast(mean + std * z, out_ptr.dtype.element_ty)
+            tl.store(out_ptr + row + i, out, mask=mask)
+        if mean_ptr is not None:
+            tl.store(mean_ptr + row + i, mean, mask=mask)
+        d = out.to(tl.float32) - mean  # of the rounded value: this is what training reads back
+        acc += tl.where(mask, d * d, 0.0)
+    tl.store(part_ptr + sample * SPLIT + part, tl.sum(acc, 0))
+
+
+@triton.jit
+def sde_finish_kernel(part_ptr, coef_ptr, log_prob_ptr, n, coef_stride, SPLIT: tl.constexpr):
+    sample = tl.program_id(0)
+    coef = coef_ptr + sample * coef_stride
+    total = tl.sum(tl.load(part_ptr + sample * SPLIT + tl.arange(0, SPLIT)), 0)
+    log_prob = tl.load(coef + 4) - tl.load(coef + 3) * (total.to(tl.float64) / n)
+    tl.store(log_prob_ptr + sample, log_prob.to(tl.float32))
+
+
+@triton.jit
+def sde_gradient_kernel(
+    upstream_ptr,
+    v_ptr,
+    u_ptr,
+    x_ptr,
+    next_ptr,
+    coef_ptr,
+    dv_ptr,  # None unless wanted
+    du_ptr,  # None unless wanted
+    n,
+    coef_stride,
+    guidance,
+    BLOCK: tl.constexpr,
+):
+    sample = tl.program_id(1)
+    row = sample.to(tl.int64) * n
+    coef = coef_ptr + sample * coef_stride
+    c_x, c_v, w = tl.load(coef), tl.load(coef + 1), tl.load(coef + 3)
+    slope = (tl.load(upstream_ptr + sample).to(tl.float64) * 2 * w * c_v / n).to(tl.float32)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < n
+    v = read_velocity(v_ptr, u_ptr, row, i, mask, guidance)
+    mean = c_x.to(tl.float32) * read(x_ptr, row, i, mask) + c_v.to(tl.float32) * v
+    gradient = slope * (read(next_ptr, row, i, mask) - mean)
+    if dv_ptr is not None:
+        of_v = gradient
+        if u_ptr is not None:
+            of_v = guidance * gradient
+        tl.store(dv_ptr + row + i, cast(of_v, dv_ptr.dtype.element_ty), mask=mask)
+    if du_ptr is not None:
+        tl.store(du_ptr + row + i, cast((1.0 - guidance) * gradient, du_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def nft_errors(v, old, clean_ptr, noise_ptr, row, i, mask, sigma, beta):
+    """p, q and v - v_old. Beyond the end of a sample all are 0."""
+    moved = v - old
+    error = sigma * (read(noise_ptr, row, i, mask) - read(clean_ptr, row, i, mask) - old)
+    step = sigma * (beta * moved)
+    return error - step, error + step, moved
+
+
+@triton.jit
+def nft_kernel(
+    v_ptr,
+    old_ptr,
+    clean_ptr,
+    noise_ptr,
+    ref_ptr,  # None without a reference
+    sigma_ptr,
+    part_ptr,  # [B, 8, SPLIT]
+    n,
+    beta,
+    TILES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    part, sample = tl.program_id(0), tl.program_id(1)
+    row = sample.to(tl.int64) * n
+    sigma = tl.load(sigma_ptr + sample)
+    abs_p = tl.zeros([BLOCK], tl.float32)
+    abs_q = tl.zeros([BLOCK], tl.float32)
+    square_p = tl.zeros([BLOCK], tl.float32)
+    square_q = tl.zeros([BLOCK], tl.float32)
+    moved_square = tl.zeros([BLOCK], tl.float32)
+    moved_max = tl.zeros([BLOCK], tl.float32)
+    kl = tl.zeros([BLOCK], tl.float32)
+    old_to_ref = tl.zeros([BLOCK], tl.float32)
+    for tile in range(TILES):
+        i = (part * TILES + tile) * BLOCK + tl.arange(0, BLOCK)
+        mask = i < n
+        v, old = read(v_ptr, row, i, mask), read(old_ptr, row, i, mask)
+        p, q, moved = nft_errors(v, old, clean_ptr, noise_ptr, row, i, mask, sigma, beta)
+        abs_p += tl.abs(p)
+        abs_q += tl.abs(q)
+        square_p += p * p
+        square_q += q * q
+        moved_square += moved * moved
+        moved_max = tl.maximum(moved_max, moved * moved)
+        if ref_ptr is not None:
+            ref = read(ref_ptr, row, i, mask)
+            kl += (v - ref) * (v - ref)
+            old_to_ref += (old - ref) * (old - ref)
+    out = part_ptr + sample * 8 * SPLIT + part
+    tl.store(out, tl.sum(abs_p, 0))
+    tl.store(out + SPLIT, tl.sum(abs_q, 0))
+    tl.store(out + 2 * SPLIT, tl.sum(square_p, 0))
+    tl.store(out + 3 * SPLIT, tl.sum(square_q, 0))
+    tl.store(out + 4 * SPLIT, tl.sum(moved_square, 0))
+    tl.store(out + 5 * SPLIT, tl.max(moved_max, 0))
+    tl.store(out + 6 * SPLIT, tl.sum(kl, 0))
+    tl.store(out + 7 * SPLIT, tl.sum(old_to_ref, 0))
+
+
+@triton.jit
+def row_sum(ptr, row: tl.constexpr, SPLIT: tl.constexpr):
+    return tl.sum(tl.load(ptr + row * SPLIT + tl.arange(0, SPLIT)), 0)
+
+
+@triton.jit
+def nft_finish_kernel(
+    part_ptr, reward_ptr, policy_ptr, kl_ptr, stats_ptr, batch, n, beta, MIN_WEIGHT: tl.constexpr, SPLIT: tl.constexpr
+):
+    sample = tl.program_id(0)
+    part = part_ptr + sample * 8 * SPLIT
+    weight_p = tl.maximum(row_sum(part, 0, SPLIT) / n, MIN_WEIGHT)
+    weight_q = tl.maximum(row_sum(part, 1, SPLIT) / n, MIN_WEIGHT)
+    loss_p = row_sum(part, 2, SPLIT) / n / weight_p
+    loss_q = row_sum(part, 3, SPLIT) / n / weight_q
+    r = tl.load(reward_ptr + sample)
+    tl.store(policy_ptr + sample, (r * loss_p + (1.0 - r) * loss_q) / beta)
+    tl.store(kl_ptr + sample, row_sum(part, 6, SPLIT) / n)
+    stats = stats_ptr + sample
+    tl.store(stats, loss_p)
+    tl.store(stats + batch, loss_q)
+    tl.store(stats + 2 * batch, weight_p)
+    tl.store(stats + 3 * batch, weight_q)
+    tl.store(stats + 4 * batch, row_sum(part, 4, SPLIT) / n)
+    tl.store(stats + 5 * batch, tl.max(tl.load(part + 5 * SPLIT + tl.arange(0, SPLIT)), 0))
+    tl.store(stats + 6 * batch, row_sum(part, 7, SPLIT) / n)
+
+
+@triton.jit
+def nft_gradient_kernel(
+    upstream_ptr,
+    upstream_kl_ptr,  # None without a reference
+    v_ptr,
+    old_ptr,
+    clean_ptr,
+    noise_ptr,
+    ref_ptr,
+    sigma_ptr,
+    reward_ptr,
+    stats_ptr,
+    dv_ptr,
+    batch,
+    n,
+    beta,
+    BLOCK: tl.constexpr,
+):
+    sample = tl.program_id(1)
+    row = sample.to(tl.int64) * n
+    sigma = tl.load(sigma_ptr + sample)
+    r = tl.load(reward_ptr + sample).to(tl.float64)
+    scale = 2 * tl.load(upstream_ptr + sample).to(tl.float64) * sigma.to(tl.float64) / n
+    of_p = (-scale * r / tl.load(stats_ptr + 2 * batch + sample).to(tl.float64)).to(tl.float32)
+    of_q = (scale * (1 - r) / tl.load(stats_ptr + 3 * batch + sample).to(tl.float64)).to(tl.float32)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < n
+    v, old = read(v_ptr, row, i, mask), read(old_ptr, row, i, mask)
+    p, q, _ = nft_errors(v, old, clean_ptr, noise_ptr, row, i, mask, sigma, beta)
+    gradient = of_p * p + of_q * q
+    if ref_ptr is not None:
+        slope = (2 * tl.load(upstream_kl_ptr + sample).to(tl.float64) / n).to(tl.float32)
+        gradient += slope * (v - read(ref_ptr, row, i, mask))
+    tl.store(dv_ptr + row + i, cast(gradient, dv_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def flow_noise_kernel(
+    clean_ptr,
+    sigma_ptr,
+    seed_ptr,  # None where noise is given
+    noise_ptr,  # read, or written where there are seeds
+    noisy_ptr,
+    n,
+    BLOCK: tl.constexpr,
+):
+    sample = tl.program_id(1)
+    row = sample.to(tl.int64) * n
+    base = tl.program_id(0) * BLOCK
+    i = base + tl.arange(0, BLOCK)
+    mask = i < n
+    sigma = tl.load(sigma_ptr + sample)
+    if seed_ptr is not None:
+        eps = normal4(tl.load(seed_ptr + sample), base, BLOCK // 4)
+        tl.store(noise_ptr + row + i, eps, mask=mask)
+    else:
+        eps = read(noise_ptr, row, i, mask)
+    noisy = (1.0 - sigma) * read(clean_ptr, row, i, mask) + sigma * eps
+    tl.store(noisy_ptr + row + i, cast(noisy, noisy_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def words_kernel(seed_ptr, word_ptr, num_counters, BLOCK: tl.constexpr):
+    """The integers behind the noise [B, num_counters, 4] int32: for the tests of the contract."""
+    sample = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    a, b, c, d = tl.randint4x(tl.load(seed_ptr + sample), i)
+    out = word_ptr + (sample * num_counters + i) * 4
+    mask = i < num_counters
+    tl.store(out, a.to(tl.int32, bitcast=True), mask=mask)
+    tl.store(out + 1, b.to(tl.int32, bitcast=True), mask=mask)
+    tl.store(out + 2, c.to(tl.int32, bitcast=True), mask=mask)
+    tl.store(out + 3, d.to(tl.int32, bitcast=True), mask=mask)

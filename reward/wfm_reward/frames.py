@@ -1,0 +1,85 @@
+"""How an image reward scores a video: which frames it sees, and what becomes of their scores."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from wfm_ds.errors import RewardError
+from wfm_ds.types import MediaBatch, Score
+
+RULES = "first, middle, last or uniform:N"
+
+
+@dataclass(frozen=True, slots=True)
+class FrameRule:
+    """`first`, `middle`, `last`, or `uniform:N`: the middles of N equal parts of the video."""
+
+    text: str = "first"
+
+    def __post_init__(self) -> None:
+        """Raises RewardError for another text."""
+        if not isinstance(self.text, str) or not re.fullmatch(r"first|middle|last|uniform:[1-9][0-9]{0,3}", self.text):
+            raise RewardError(f"frames is {self.text!r}; it must be {RULES}")
+
+    def indices(self, num_frames: int) -> list[int]:
+        """Frames in ascending order, each once: a video shorter than N frames has fewer than N."""
+        match self.text:
+            case "first":
+                return [0]
+            case "middle":
+                return [num_frames // 2]
+            case "last":
+                return [num_frames - 1]
+        parts = min(int(self.text.removeprefix("uniform:")), num_frames)
+        return [(2 * part + 1) * num_frames // (2 * parts) for part in range(parts)]
+
+
+def score_frames(
+    score_images: Callable[[MediaBatch], Sequence[Score]], videos: MediaBatch, rule: FrameRule, max_batch: int
+) -> list[Score]:
+    """One Score per video: the mean over its chosen frames, of the value and of every part that all of them have.
+
+    `score_images` gets batches of at most `max_batch` images [B,H,W,3], with the ids, prompts and metadata of their
+    videos, and returns one Score for each. A frame that failed makes the video a failure with that reason.
+    """
+    chosen = rule.indices(videos.media.shape[1])
+    rows = [(video, frame) for video in range(len(videos)) for frame in chosen]
+    scores: list[Score] = []
+    for start in range(0, len(rows), max_batch):
+        part = rows[start : start + max_batch]
+        images = MediaBatch(
+            media=np.stack([videos.media[video, frame] for video, frame in part]),
+            sample_ids=[videos.sample_ids[video] for video, _ in part],
+            prompts=[videos.prompts[video] for video, _ in part],
+            metadata=[videos.metadata[video] for video, _ in part],
+            reward=videos.reward,
+        )
+        scores += score_images(images)
+    count = len(chosen)
+    return [mean_score(scores[start : start + count], chosen) for start in range(0, len(scores), count)]
+
+
+def mean_score(scores: Sequence[Score], frames: Sequence[int]) -> Score:
+    """The score of one video, of those of its frames."""
+    first, values = scores[0], list[float]()
+    for score, frame in zip(scores, frames, strict=True):
+        if score.value is None:
+            why = f"frame {frame}: {score.failure}"
+            return Score(sample_id=first.sample_id, reward=first.reward, failure=why, seconds=_seconds(scores))
+        values.append(score.value)
+    common = [name for name in first.parts if all(name in score.parts for score in scores)]
+    return Score(
+        sample_id=first.sample_id,
+        reward=first.reward,
+        value=float(np.mean(values)),
+        seconds=_seconds(scores),
+        parts={name: float(np.mean([score.parts[name] for score in scores])) for name in common},
+    )
+
+
+def _seconds(scores: Sequence[Score]) -> float:
+    return sum(score.seconds for score in scores)

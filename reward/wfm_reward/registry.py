@@ -1,0 +1,85 @@
+"""Finding rewards by name: the files of `wfm_reward/rewards/`, or `package.module:Class` from anywhere."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import wfm_reward.rewards
+from wfm_ds.errors import RewardError
+from wfm_reward.base import Reward
+
+
+def names() -> list[str]:
+    """The built-in rewards, sorted. Imports their (light) modules, no models."""
+    return sorted(_built_in())
+
+
+def describe(name: str) -> type[Reward]:
+    """The class behind a built-in name or `package.module:Class`. Raises RewardError with the nearest and all names."""
+    if ":" in name:
+        return _imported(name)
+    rewards = _built_in()
+    if name not in rewards:
+        near = difflib.get_close_matches(name, rewards, n=1)
+        raise RewardError(
+            f"there is no reward {name!r}"
+            + (f"; did you mean {near[0]}?" if near else ";")
+            + f" Known: {', '.join(sorted(rewards)) or 'none'}; your own is written package.module:Class"
+        )
+    return rewards[name]
+
+
+def create(name: str, device: str, options: Mapping[str, Any]) -> Reward:
+    """The reward, not loaded yet. Raises RewardError for unknown names and options."""
+    reward = describe(name)
+    try:
+        inspect.signature(reward).bind(device=device, **options)  # a required option that is missing
+    except TypeError as error:
+        raise RewardError(f"reward {name}: {error}") from error
+    return reward(device=device, **options)
+
+
+@functools.cache
+def _built_in() -> dict[str, type[Reward]]:
+    found: dict[str, type[Reward]] = {}
+    for module_info in pkgutil.iter_modules(wfm_reward.rewards.__path__):
+        if module_info.name.startswith("_"):
+            continue
+        for reward in _rewards_in(importlib.import_module(f"wfm_reward.rewards.{module_info.name}")):
+            if reward.name in found:
+                raise RewardError(f"{reward.__module__} and {found[reward.name].__module__} both define {reward.name}")
+            found[reward.name] = reward
+    return found
+
+
+def _rewards_in(module: ModuleType) -> list[type[Reward]]:
+    """Concrete rewards that this module defines itself, not those that it imports."""
+    return [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value)
+        and issubclass(value, Reward)
+        and not inspect.isabstract(value)
+        and value.__module__ == module.__name__
+    ]
+
+
+def _imported(path: str) -> type[Reward]:
+    module_name, _, class_name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:  # ValueError: an empty module name
+        raise RewardError(
+            f"reward {path}: cannot import {module_name!r} ({error}); is its folder on PYTHONPATH?"
+        ) from error
+    reward = getattr(module, class_name, None)
+    if not (inspect.isclass(reward) and issubclass(reward, Reward)) or inspect.isabstract(reward):
+        raise RewardError(f"reward {path}: {module_name} has no class {class_name!r} that is a wfm_reward.base.Reward")
+    return reward

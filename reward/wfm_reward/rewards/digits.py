@@ -1,0 +1,65 @@
+"""The quickstart's reward: does a classifier that never met the training images read the digit that was asked for?"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
+
+SIZE = 8
+LEVELS = 16  # scikit-learn's digits hold 0 to 16
+
+
+class Digits(Reward):
+    """1.0 if the classifier reads metadata `label`, 0 to 9, else 0.0.
+
+    The classifier, SVC(gamma=.1, C=10), is fitted on the odd indices of scikit-learn's digits; models are trained on
+    the even ones. Those fit `second_judge` (3 nearest neighbours), reported beside the reward and never part of it: an
+    improvement that only the reward sees has fooled it. Images larger than 8x8 are area-averaged to that size.
+    """
+
+    name = "digits"
+    media = frozenset({"image"})
+    outputs: ClassVar = {"digits": Range(0.0, 1.0), "second_judge": Range(0.0, 1.0)}
+    primary = "digits"
+    needs = ("label",)
+
+    def load(self) -> None:
+        from sklearn.datasets import load_digits
+        from sklearn.neighbors import KNeighborsClassifier
+        from sklearn.svm import SVC
+
+        data = load_digits()
+        shades = [shade(np.rint(image * 255 / LEVELS)) for image in data.images]
+        self._judge: Any = SVC(gamma=0.1, C=10).fit(shades[1::2], data.target[1::2])
+        self._second_judge: Any = KNeighborsClassifier(3).fit(shades[::2], data.target[::2])
+
+    def score(self, batch: MediaBatch) -> list[Score]:
+        return [self._score(item) for item in batch]
+
+    def _score(self, item: MediaItem) -> Score:
+        label = item.metadata.get("label")
+        if not isinstance(label, int) or isinstance(label, bool) or not 0 <= label <= 9:
+            return item.failed(f"the metadata `label` is {label!r}, not a digit from 0 to 9")
+        image = item.frames[0]
+        if min(image.shape[:2]) < SIZE:
+            return item.failed(f"the image is {image.shape[0]} x {image.shape[1]}, smaller than {SIZE} x {SIZE}")
+        shades = [shade(average_to_8x8(image))]
+        second = float(self._second_judge.predict(shades)[0] == label)
+        return item.scored(float(self._judge.predict(shades)[0] == label), second_judge=second)
+
+
+def shade(grey: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
+    """What the judges see of a grey image [8,8] in 0 to 255: float64 [64] in -1 to 1."""
+    return (2.0 * np.asarray(grey, np.float64) / 255.0 - 1.0).reshape(-1)
+
+
+def average_to_8x8(image: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """Grey [8,8] float32 in 0 to 255 of a picture [H,W,3]: the mean of each cell, of the three channels alike."""
+    from PIL import Image
+
+    grey = image.mean(axis=2, dtype=np.float32)
+    return np.asarray(Image.fromarray(grey).resize((SIZE, SIZE), Image.Resampling.BOX))

@@ -1,0 +1,30 @@
+"""How much a video moves: a reward without a model, for tests and dry runs. Noise moves most, a still not at all."""
+
+from __future__ import annotations
+
+import itertools
+from typing import ClassVar
+
+import numpy as np
+
+from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
+
+
+class Motion(Reward):
+    """Mean absolute difference of consecutive frames, over all pixels and channels scaled to 0..1."""
+
+    name = "motion"
+    media = frozenset({"video"})
+    outputs: ClassVar = {"motion": Range(0.0, 1.0)}
+    primary = "motion"
+
+    def score(self, batch: MediaBatch) -> list[Score]:
+        return [self._score(item) for item in batch]
+
+    def _score(self, item: MediaItem) -> Score:
+        frames = item.frames
+        if len(frames) < 2:
+            return item.failed("a video of one frame has no motion")
+        # Pair by pair: the differences of a whole clip would need several times its memory.
+        steps = [np.abs(after.astype(np.int16) - before).mean() for before, after in itertools.pairwise(frames)]
+        return item.scored(float(np.mean(steps)) / 255.0)

@@ -1,0 +1,199 @@
+"""The scorer processes of a service: started, watched, restarted with back-off, given up by name, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections import deque
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from wfm_ds.errors import RewardError
+from wfm_ds.pipes.hub import Hub
+from wfm_reward.config import RewardConfig
+
+log = logging.getLogger(__name__)
+
+MAX_DEATHS = 5
+DEATHS_WINDOW_S = 600.0
+MAX_BACK_OFF_S = 60.0
+STOP_S = 3.0  # for an idle process to leave after its stdin is closed
+
+
+@dataclass(slots=True)
+class _Scorer:
+    """One place in the pool and the process that fills it, if any."""
+
+    reward: str
+    name: str  # for people: ocr-0
+    process: subprocess.Popen[bytes] | None = None
+    worker: str = ""  # the process's id towards the hub; each process has its own
+    ready: bool = False
+    started_at_s: float = 0.0
+    start_at_s: float = 0.0  # not before
+    quick_deaths: int = 0  # in a row
+
+
+@dataclass(slots=True)
+class Scorers:
+    """`workers` processes per reward. The supervisor's loop calls `tend`; nothing here waits except `stop`."""
+
+    hub: Hub
+    rewards: dict[str, RewardConfig]
+    selector: selectors.BaseSelector
+    down: dict[str, str] = field(default_factory=dict)  # by reward: why
+    all_were_ready: bool = False
+    _scorers: list[_Scorer] = field(default_factory=list)
+    _deaths: dict[str, deque[float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for reward, config in self.rewards.items():
+            self._scorers += [_Scorer(reward, f"{reward}-{i}") for i in range(config.workers)]
+            self._deaths[reward] = deque()
+
+    def waiting_for(self) -> list[str]:
+        """Names of the rewards that have a process which is not ready yet."""
+        return sorted({scorer.reward for scorer in self._scorers if not scorer.ready})
+
+    def tend(self, now_s: float) -> None:
+        """Start what is due, bury what has died. Raises RewardError if a reward cannot even start."""
+        for scorer in self._scorers:
+            if scorer.process is not None and scorer.process.poll() is not None:
+                self._bury(scorer, now_s)
+            if scorer.process is None and scorer.reward not in self.down and now_s >= scorer.start_at_s:
+                self._start(scorer, now_s)
+        self.all_were_ready = self.all_were_ready or not self.waiting_for()
+
+    def next_start_s(self, now_s: float) -> float:
+        """Seconds until `tend` has something to start, inf if nothing is planned."""
+        planned = [s.start_at_s for s in self._scorers if s.process is None and s.reward not in self.down]
+        return max(0.0, min(planned, default=float("inf")) - now_s)
+
+    def read_status(self, scorer: _Scorer) -> None:
+        """The selector said that a process's status can be read. Raises RewardError if it could not load."""
+        assert scorer.process is not None
+        assert scorer.process.stdout is not None
+        line = scorer.process.stdout.readline()
+        if not line:  # it has closed its stdout: it ends
+            self.selector.unregister(scorer.process.stdout)
+            return
+        status = json.loads(line)
+        if "error" in status:
+            self._cannot_load(scorer, status["error"])
+        else:
+            scorer.ready = True
+            log.info("%s is ready (pid %d)", scorer.name, scorer.process.pid)
+
+    def stop(self) -> None:
+        """End all processes and what they have started: asked first, forced after STOP_S. Returns when all are gone."""
+        running = [s.process for s in self._scorers if s.process is not None]
+        for process in running:
+            _close(process.stdin)
+        deadline_s = time.monotonic() + STOP_S
+        for process in running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline_s - time.monotonic()))
+            _end(process)
+        for scorer in self._scorers:
+            scorer.process = None
+
+    def kill(self) -> None:
+        """End all processes at once; for a signal handler."""
+        for scorer in self._scorers:
+            if scorer.process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(scorer.process.pid, signal.SIGKILL)
+
+    def _start(self, scorer: _Scorer, now_s: float) -> None:
+        config = self.rewards[scorer.reward]
+        scorer.worker, scorer.ready, scorer.started_at_s = uuid.uuid4().hex, False, now_s
+        settings: dict[str, Any] = {
+            "endpoint": self.hub.worker_endpoint,
+            "worker": scorer.worker,
+            "name": scorer.name,
+            "reward": scorer.reward,
+            **config.model_dump(include={"device", "options", "max_batch", "stall_s"}),
+        }
+        scorer.process = subprocess.Popen(
+            [sys.executable, "-m", "wfm_reward.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # so that what it starts can be ended with it
+        )
+        assert scorer.process.stdin is not None
+        assert scorer.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it is dead already, and buried in the next turn
+            scorer.process.stdin.write(json.dumps(settings).encode() + b"\n")
+            scorer.process.stdin.flush()
+        self.selector.register(scorer.process.stdout, selectors.EVENT_READ, lambda: self.read_status(scorer))
+
+    def _bury(self, scorer: _Scorer, now_s: float) -> None:
+        process, scorer.process, scorer.ready = scorer.process, None, False
+        assert process is not None
+        assert process.stdout is not None
+        with contextlib.suppress(KeyError):  # unregistered when it closed its stdout
+            self.selector.unregister(process.stdout)
+        _end(process)
+        why = _cause(process.returncode)
+        self.hub.worker_lost(scorer.worker, f"its worker died ({why})")
+        if not self.all_were_ready:
+            raise RewardError(f"reward {scorer.reward} cannot start: its worker died ({why}) while loading")
+        if scorer.reward in self.down:
+            return
+        long_life = now_s - scorer.started_at_s > DEATHS_WINDOW_S
+        scorer.quick_deaths = 1 if long_life else scorer.quick_deaths + 1
+        back_off_s = min(2.0 ** (scorer.quick_deaths - 1), MAX_BACK_OFF_S)
+        scorer.start_at_s = now_s + back_off_s
+        log.warning("%s died (%s); next start in %.0f s", scorer.name, why, back_off_s)
+        deaths = self._deaths[scorer.reward]
+        deaths.append(now_s)
+        while now_s - deaths[0] > DEATHS_WINDOW_S:
+            deaths.popleft()
+        if len(deaths) >= MAX_DEATHS:
+            window = f"{DEATHS_WINDOW_S / 60:.0f} minutes"
+            self._give_up(scorer.reward, f"its workers died {len(deaths)} times within {window}, last: {why}")
+
+    def _cannot_load(self, scorer: _Scorer, error: str) -> None:
+        if not self.all_were_ready:
+            raise RewardError(f"reward {scorer.reward} cannot start: {error}")
+        log.error("%s cannot load: %s", scorer.name, error)  # it ends now, and is buried like any other
+
+    def _give_up(self, reward: str, why: str) -> None:
+        self.down[reward] = f"reward {reward} is down: {why}"
+        log.error("%s", self.down[reward])
+        self.hub.kind_down(f"score:{reward}", self.down[reward])
+        for scorer in self._scorers:
+            if scorer.reward == reward and scorer.process is not None:
+                _close(scorer.process.stdin)
+
+
+def _cause(returncode: int) -> str:
+    if returncode >= 0:
+        return f"exit status {returncode}"
+    try:
+        return f"killed by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"killed by signal {-returncode}"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process, if it lives, and everything in its session; reap it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    _close(process.stdin)
+    _close(process.stdout)
+
+
+def _close(pipe: IO[bytes] | None) -> None:
+    if pipe is not None:
+        with contextlib.suppress(BrokenPipeError):
+            pipe.close()

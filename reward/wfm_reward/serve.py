@@ -1,0 +1,171 @@
+"""`python -m wfm_reward.serve CONFIG.yaml [--check]`: the reward service.
+
+It only supervises: a hub in a thread, and `workers` scorer processes for each reward. When all are ready it writes
+pipes.json and one line of JSON to stdout. SIGTERM or SIGINT: finish what is being scored, then leave; a second one
+leaves at once. Exit status 0 when asked to stop, 2 for an error of the user's, 1 for anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+
+from wfm_ds.errors import RewardError, UserError
+from wfm_ds.pipes.hub import Hub, Kind
+from wfm_ds.pipes.sockets import Mailbox, private_folder
+from wfm_reward import registry
+from wfm_reward.config import ServiceConfig, load_config
+from wfm_reward.scorers import Scorers
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 10.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m wfm_reward.serve", description="Score images and videos.")
+    parser.add_argument("config", type=Path, help="a YAML file: pipes and rewards")
+    parser.add_argument("--check", action="store_true", help="check the configuration, start nothing")
+    parser.add_argument("--stop-on-eof", action="store_true", help="stop when stdin is closed: the parent is gone")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s serve %(levelname)s %(message)s")
+    try:
+        config = load_config(options.config)
+        for name, reward in config.rewards.items():
+            registry.create(name, reward.device, reward.options)
+        if options.check:
+            _say({"config": str(options.config), "rewards": sorted(config.rewards)})
+            return 0
+        return Service(config, options.config.absolute().parent, options.stop_on_eof).run()
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+
+
+class Service:
+    """One running service, in the main thread of its process."""
+
+    def __init__(self, config: ServiceConfig, base: Path, stop_on_eof: bool) -> None:
+        """Raises PipeError if an endpoint cannot be bound."""
+        self.config = config
+        self.file = base / config.pipes.file
+        self.stop_on_eof = stop_on_eof
+        self._selector = selectors.DefaultSelector()
+        self._signals: Mailbox[int] = Mailbox()
+        self._stop: str | None = None  # why
+        self._drain_s = 0.0
+        self._folder = config.pipes.folder or private_folder()
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self._hub = self._bound()
+        except UserError:
+            self._remove_folder()
+            raise
+        self._scorers = Scorers(self._hub, dict(config.rewards), self._selector)
+
+    def run(self) -> int:
+        """Serve until asked to stop. Raises RewardError if a reward cannot start."""
+        self._selector.register(self._signals, selectors.EVENT_READ, self._on_signals)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+            signal.signal(number, self._put_signal)
+        if self.stop_on_eof:
+            self._selector.register(0, selectors.EVENT_READ, self._on_stdin)
+        self._hub.start()
+        try:
+            while self._stop is None:
+                self._turn()
+            log.info("stopping: %s", self._stop)
+        finally:
+            self._hub.stop(self._drain_s)
+            self._scorers.stop()
+            self._remove_files()
+        return 0 if self._hub.error is None else 1
+
+    def _turn(self) -> None:
+        was_ready = self._scorers.all_were_ready
+        self._scorers.tend(time.monotonic())
+        if self._scorers.all_were_ready and not was_ready:
+            self._announce()
+        if not self._hub.alive():
+            self._stop = "the hub has failed"
+        timeout_s = min(1.0, self._scorers.next_start_s(time.monotonic()))
+        for key, _ in self._selector.select(timeout_s):
+            on_event: Callable[[], None] = key.data
+            on_event()
+
+    def _bound(self) -> Hub:
+        pipes = self.config.pipes
+        kinds = {
+            f"score:{name}": Kind(reward.stall_s, {"max_batch": reward.max_batch, "options": reward.options})
+            for name, reward in self.config.rewards.items()
+        }
+        return Hub(
+            clients=f"ipc://{self._folder.absolute()}/clients" if pipes.clients == "ipc" else pipes.clients,
+            workers=f"ipc://{self._folder.absolute()}/workers" if pipes.workers == "ipc" else pipes.workers,
+            kinds=kinds,
+            max_waiting=pipes.max_waiting,
+            max_bytes=pipes.spool_mib * 2**20,
+        )
+
+    def _announce(self) -> None:
+        """Complete or absent, and readable by the owner only."""
+        content = {"clients": self._hub.client_endpoint, "pid": os.getpid(), "rewards": sorted(self.config.rewards)}
+        temporary = self.file.with_name(f"{self.file.name}.{os.getpid()}.tmp")
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
+            json.dump(content, out)
+        temporary.replace(self.file)
+        _say({"ready": sorted(self.config.rewards), "pipes": str(self.file)})
+
+    def _put_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals.put(number)
+
+    def _on_signals(self) -> None:
+        for number in self._signals.take():
+            if number != signal.SIGCHLD and self._stop is None:
+                self._stop, self._drain_s = signal.Signals(number).name, DRAIN_S
+                # While draining nobody reads the mailbox: the next signal acts by itself.
+                for again in (signal.SIGTERM, signal.SIGINT):
+                    signal.signal(again, self._leave_at_once)
+
+    def _on_stdin(self) -> None:
+        if not os.read(0, 4096):
+            self._stop = "the parent is gone"  # nobody waits for what is being scored
+
+    def _leave_at_once(self, number: int, frame: FrameType | None) -> None:
+        self._scorers.kill()
+        for name in ("clients", "clients.lock", "workers", "workers.lock"):
+            (self._folder / name).unlink(missing_ok=True)
+        self._remove_files()
+        os._exit(0)
+
+    def _remove_files(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads(self.file.read_text()).get("pid") == os.getpid():  # another service may have come after us
+                self.file.unlink()
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        with contextlib.suppress(OSError):  # it holds files of others
+            self._folder.rmdir()
+
+
+def _say(status: dict[str, object]) -> None:
+    try:
+        sys.stdout.write(json.dumps(status) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        raise RewardError("nobody reads the status: stdout is closed") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""`python -m wfm_reward.worker`: one scorer process. Started by serve.py; settings come as one line of JSON on stdin.
+
+Stdin stays open behind that line: its end of file means that the supervisor is gone. Stdout carries one line of status,
+{"ready": true} or {"error": ...}; whatever a reward prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from wfm_ds.errors import UserError
+from wfm_ds.pipes.wire import Array
+from wfm_ds.pipes.worker import LeaseWorker, Progress, TaskFailed, TaskInHand
+from wfm_ds.types import MediaBatch, Score
+from wfm_reward import registry
+from wfm_reward.base import Reward
+from wfm_reward.frames import score_frames
+
+log = logging.getLogger(__name__)
+
+REASON_CHARS = 200  # of one item's failure
+
+
+def main() -> int:
+    """The exit status: 0 when told to stop, 2 when the reward cannot be loaded."""
+    status_fd = os.dup(1)  # not inherited by what a reward starts
+    os.dup2(2, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which closes stdin
+    with open(0, "rb", buffering=0, closefd=False) as stdin:
+        settings = json.loads(stdin.readline())
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {settings['name']} %(levelname)s %(message)s")
+    try:
+        reward = registry.create(settings["reward"], settings["device"], settings["options"])
+        reward.load()
+    except Exception as error:  # the border of foreign code: it becomes the service's one-line error
+        log.exception("%s cannot start", settings["reward"])
+        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        _tell(status_fd, {"error": reason})
+        return 2
+    _tell(status_fd, {"ready": True})
+    worker = LeaseWorker(
+        settings["endpoint"],
+        worker=settings["worker"],
+        name=settings["name"],
+        kinds=[f"score:{settings['reward']}"],
+        credit=1,  # a task that kills its worker takes no innocent one along
+        parent_fd=0,
+        watchdog_s=settings["stall_s"] + 10.0,
+    )
+    scoring = Scoring(reward, settings["reward"], settings["max_batch"])
+    worker.run(scoring.task)
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """A reward behind its checks: whatever it does, each item gets one Score, a finite number or a named failure."""
+
+    reward: Reward
+    name: str  # as the recipe calls it
+    max_batch: int
+
+    def task(self, task: TaskInHand, progress: Progress) -> Mapping[str, Any]:
+        """{"scores": [[value, failure, parts], ...]} of a task's rows.
+
+        A row is {id, prompt, metadata, fps}, its tensor uint8 [H,W,3] or [T,H,W,3].
+        """
+        tensors = task.tensors()
+        if len(tensors) != len(task.rows) or any(t.dtype != np.uint8 or t.ndim not in (3, 4) for t in tensors):
+            raise TaskFailed("each item needs uint8 media of shape [H,W,3] or [T,H,W,3]", fatal=True)
+        scores: list[Score] = []
+        for start in range(0, len(tensors), self.max_batch):
+            part = slice(start, start + self.max_batch)
+            for some in self.items(task.rows[part], tensors[part]):
+                scores += some
+                progress(len(scores), len(tensors))
+        return {"scores": [[s.value, _short(s.failure), dict(s.parts)] for s in scores]}
+
+    def items(self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[Array]) -> Iterator[list[Score]]:
+        """The scores in order, in one piece if the batch can be scored as a whole, else item by item."""
+        try:
+            scores = self.batch(rows, tensors)
+        except Exception as error:  # the border of foreign code: it becomes named failures
+            if len(rows) > 1:
+                log.info("%s failed on %d items at once (%s): one by one", self.name, len(rows), error)
+            else:
+                log.warning("%s failed on %s", self.name, rows[0].get("id"), exc_info=True)
+                yield [self._failed(str(rows[0].get("id", "")), f"{type(error).__name__}: {error}")]
+                return
+        else:
+            yield scores
+            return
+        for row, tensor in zip(rows, tensors, strict=True):
+            yield from self.items([row], [tensor])
+
+    def batch(self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[Array]) -> list[Score]:
+        """Checked scores. Raises whatever the reward raises, and ValueError if what it returns is not one per item."""
+        batch = MediaBatch(
+            media=np.stack(tensors),
+            sample_ids=[row["id"] for row in rows],
+            prompts=[row["prompt"] for row in rows],
+            metadata=[row["metadata"] for row in rows],
+            fps=rows[0]["fps"],
+            reward=self.name,
+        )
+        video = batch.media.ndim == 5
+        if not video and "image" not in self.reward.media:
+            return [item.failed("it scores videos, this is an image") for item in batch]
+        lacking = sorted({key for item in batch for key in self.reward.needs if key not in item.metadata})
+        if lacking:
+            raise ValueError(f"the metadata lack {', '.join(lacking)}")
+        if video and "video" not in self.reward.media:
+            return score_frames(self.scored, batch, self.reward.frames, self.max_batch)
+        return self.scored(batch)
+
+    def scored(self, batch: MediaBatch) -> list[Score]:
+        """Checked scores of media that the reward takes. Raises as `batch` does."""
+        started = time.monotonic()
+        answers = self.reward.score(batch)
+        if not isinstance(answers, list) or len(answers) != len(batch):
+            size = len(answers) if isinstance(answers, list) else f"a {type(answers).__name__}, not a list of"
+            raise ValueError(f"score() returned {size} scores for {len(batch)} items")
+        seconds = (time.monotonic() - started) / len(batch)
+        return [self._checked(item.sample_id, answer, seconds) for item, answer in zip(batch, answers, strict=True)]
+
+    def _checked(self, sample_id: str, answer: Any, seconds: float) -> Score:
+        """The answer under our names, if it is a Score of this item with numbers in their ranges; else a failure."""
+        if not isinstance(answer, Score):
+            return self._failed(sample_id, f"score() returned a {type(answer).__name__} instead of a Score", seconds)
+        if answer.sample_id != sample_id:
+            return self._failed(sample_id, f"score() returned the score of {answer.sample_id!r} in its place", seconds)
+        if answer.value is None:
+            return self._failed(sample_id, answer.failure or "no reason given", seconds)
+        for output, value in {**answer.parts, self.reward.primary: answer.value}.items():
+            limits = self.reward.outputs.get(output)
+            if not math.isfinite(value):
+                return self._failed(sample_id, f"{output} = {value} is not finite", seconds)
+            if limits is not None and value not in limits:
+                why = f"{output} = {value:g} is outside {limits.low:g} to {limits.high:g}"
+                return self._failed(sample_id, why, seconds)
+        parts = {output: float(value) for output, value in answer.parts.items()}
+        return Score(sample_id=sample_id, reward=self.name, value=float(answer.value), seconds=seconds, parts=parts)
+
+    def _failed(self, sample_id: str, why: str, seconds: float = 0.0) -> Score:
+        return Score(sample_id=sample_id, reward=self.name, failure=why, seconds=seconds)
+
+
+def _short(reason: str | None) -> str | None:
+    """Bounded, and without the half surrogate pairs that no message can carry."""
+    return None if reason is None else reason[:REASON_CHARS].encode(errors="replace").decode()
+
+
+def _tell(status_fd: int, status: Mapping[str, Any]) -> None:
+    os.write(status_fd, json.dumps(status).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

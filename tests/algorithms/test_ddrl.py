@@ -1,0 +1,306 @@
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from wfm_ds import recipe_file
+from wfm_ds.algorithms.advantages import Rewards
+from wfm_ds.algorithms.ddrl import Ddrl
+from wfm_ds.algorithms.sft import flow_loss
+from wfm_ds.errors import RecipeError
+from wfm_ds.sampling.noise import seeded_normal
+from wfm_ds.types import Prompt, Rollout
+
+RECIPE = Path(__file__).parent.parent.parent / "recipes" / "tiny" / "sd3_ddrl.yaml"
+IMAGE, VIDEO = (2, 5, 4), (2, 3, 5, 4)
+ADVANTAGES = [0.7, -1.3, 0.4, None]
+PURE = ["algorithm.data_beta=0", "algorithm.kl_beta=0"]
+
+
+def ddrl(*overrides):
+    return Ddrl(recipe_file.load(RECIPE, list(overrides)), torch.tensor([1.0, 0.0]))
+
+
+class Denoiser:
+    """A velocity with two weights; it draws the rollouts and can be trained on them."""
+
+    def __init__(self):
+        self.weights = torch.tensor([0.3, -0.2], requires_grad=True)
+
+    def __call__(self, latents, sigma):
+        sigma = torch.as_tensor(sigma, dtype=torch.float32).view(-1, *[1] * (latents.ndim - 1))
+        return torch.sin(3 * self.weights[0] * latents) + self.weights[1] * sigma * latents
+
+    def gradient(self, loss):
+        return torch.autograd.grad(loss, self.weights)[0]
+
+
+@dataclass
+class Samples:
+    mine: list
+    first: int = 0
+
+
+def rolled_out(algorithm, denoiser, shape=IMAGE, num_given=0, step=1, stored=None):
+    count = len(ADVANTAGES)
+    seeds, noise_seeds = [100 + i for i in range(count)], [200 + i for i in range(count)]
+    plan = algorithm.plan(step) if stored is None else algorithm._plan(stored)
+    done = plan.run(denoiser, seeded_normal(noise_seeds, shape), seeds)
+    draw = torch.Generator().manual_seed(7)
+    return Samples(
+        [
+            Rollout(
+                sample_id=f"s{i}",
+                group_id=f"g{i // 2}",
+                prompt=Prompt(id=f"p{i}", text=f"prompt {i}"),
+                seed=seeds[i],
+                noise_seed=noise_seeds[i],
+                clean_latents=done.clean[i],
+                states={k: states[i] for k, states in done.states.items()},
+                data=torch.randn(shape, generator=draw),
+                num_given=num_given,
+            )
+            for i in range(count)
+        ]
+    )
+
+
+def batch_of(algorithm, samples, advantages=ADVANTAGES, step=1):
+    (terms,) = algorithm.updates(samples, advantages, step)
+    return algorithm.assemble(terms, samples.mine, torch.device("cpu"))
+
+
+def total(algorithm, denoiser, batch, references=None):
+    """What the loop differentiates: the mean over terms that count."""
+    loss_B, _ = algorithm.loss(denoiser(batch.latents, batch.sigma), batch, references or {})
+    return (loss_B * batch.weight).sum() / batch.weight.sum()
+
+
+@pytest.mark.parametrize("norm", ["gaussian", "literal", "std_scaled"])
+def test_without_data_and_reference_it_is_the_policy_gradient_of_the_rollouts_transitions(norm):
+    algorithm, denoiser = ddrl(*PURE, f"algorithm.ratio_norm={norm}"), Denoiser()
+    num_steps = algorithm.sampling.steps
+    samples = rolled_out(algorithm, denoiser, stored=range(num_steps))
+    got = denoiser.gradient(total(algorithm, denoiser, batch_of(algorithm, samples)))
+
+    reinforce = torch.zeros(())
+    for sample, advantage in zip(samples.mine, ADVANTAGES, strict=True):
+        states = {k: state[None] * (1 + algorithm.edm.steps[k].level) for k, state in sample.states.items()}
+        clean = {k: s[None] - algorithm.edm.steps[k].sigma * denoiser(s[None], algorithm.edm.steps[k].sigma)
+                 for k, s in sample.states.items()}  # fmt: skip
+        for k in algorithm.trained_steps(1):
+            step = algorithm.edm.steps[k]
+            before = step.before * clean[k - 1].detach() if k else 0.0
+            mean = step.keep * states[k] + step.now * clean[k] + before
+            log_prob = -(states[k + 1] - mean).square().mean() / (2 * step.std**2)
+            scale = {"gaussian": 1, "literal": 2 * step.std**2, "std_scaled": step.std}[norm]
+            reinforce = reinforce - (advantage or 0.0) * scale * log_prob
+    want = denoiser.gradient(reinforce / (3 * len(algorithm.trained_steps(1))))
+    torch.testing.assert_close(got, want, rtol=2e-4, atol=0)
+
+
+def test_equal_rewards_leave_the_diffusion_loss_on_the_data():
+    algorithm, denoiser = ddrl("algorithm.data_beta=0.3"), Denoiser()
+    samples = rolled_out(algorithm, denoiser)
+    batch = batch_of(algorithm, samples, [0.0] * 4)
+    losses = []
+    for sample in samples.mine:
+        for k in algorithm.trained_steps(1):
+            sigma = torch.tensor([algorithm.edm.steps[k].sigma])
+            noise = seeded_normal([sample.noise_seed], IMAGE)
+            velocity = denoiser((1 - sigma) * sample.data[None] + sigma * noise, sigma)
+            losses.append(flow_loss(velocity, sample.data[None], noise, sigma, "edm"))
+    want = 0.3 * denoiser.gradient(torch.cat(losses).mean())
+    torch.testing.assert_close(denoiser.gradient(total(algorithm, denoiser, batch)), want, rtol=1e-5, atol=1e-7)
+
+
+def test_on_policy_the_loss_is_minus_the_advantage_plus_the_data_term():
+    algorithm, denoiser = ddrl(), Denoiser()
+    batch = batch_of(algorithm, rolled_out(algorithm, denoiser))
+    loss_B, stats = algorithm.loss(denoiser(batch.latents, batch.sigma), batch, {})
+    assert torch.equal(stats["loss/policy"], -batch.advantage)
+    torch.testing.assert_close(loss_B, -batch.advantage + 0.01 * stats["loss/data"][0])
+    assert batch.weight.tolist() == [1.0] * 9 + [0.0] * 3
+    scaled, of_scaled = ddrl("algorithm.loss_scale=10").loss(denoiser(batch.latents, batch.sigma), batch, {})
+    torch.testing.assert_close(scaled, 10 * loss_B)
+    assert torch.equal(of_scaled["loss/total"], stats["loss/total"])
+
+
+def test_the_data_counts_once_for_each_trained_step_or_with_the_first_only():
+    denoiser, gradients, rows = Denoiser(), {}, {}
+    for steps, first_only in [("[1]", False), ("[1]", True), ("[0,1,2]", False), ("[0,1,2]", True)]:
+        algorithm = ddrl(f"algorithm.train_on={steps}", f"algorithm.data_on_first_only={first_only}")
+        batch = batch_of(algorithm, rolled_out(algorithm, denoiser))
+        gradients[steps, first_only] = denoiser.gradient(total(algorithm, denoiser, batch))
+        rows[steps, first_only] = batch.data_rows.tolist()
+    assert torch.equal(gradients["[1]", False], gradients["[1]", True])
+    assert not torch.equal(gradients["[0,1,2]", False], gradients["[0,1,2]", True])
+    assert rows["[0,1,2]", True] == [0, 3, 6, 9]
+    assert rows["[0,1,2]", False] == list(range(12))
+
+
+@pytest.mark.parametrize("overrides", [[], ["algorithm.data_on_first_only=true"], PURE])
+def test_how_terms_are_cut_into_micro_batches_changes_no_gradient(overrides):
+    algorithm, denoiser = ddrl(*overrides), Denoiser()
+    samples = rolled_out(algorithm, denoiser)
+    (terms,) = algorithm.updates(samples, ADVANTAGES, 1)
+
+    def gradient(sizes):
+        loss, start = torch.zeros(()), 0
+        for size in sizes:
+            batch = algorithm.assemble(terms[start : start + size], samples.mine, torch.device("cpu"))
+            loss_B, _ = algorithm.loss(denoiser(batch.latents, batch.sigma), batch, {})
+            loss, start = loss + (loss_B * batch.weight).sum() / 9, start + size
+        return denoiser.gradient(loss)
+
+    torch.testing.assert_close(gradient([1] * 12), gradient([12]), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(gradient([5, 7]), gradient([12]), rtol=1e-5, atol=1e-7)
+
+
+def test_noise_and_level_of_the_data_may_be_its_own():
+    algorithm, denoiser = ddrl("algorithm.use_rl_sigma_and_noise=false"), Denoiser()
+    samples = rolled_out(algorithm, denoiser)
+    batch, again = batch_of(algorithm, samples), batch_of(algorithm, samples)
+    assert torch.equal(batch.data_noise, again.data_noise)
+    levels = batch.sigma[12:].tolist()
+    assert len(set(levels)) == 12
+    assert not set(levels) & set(batch.sigma[:12].tolist())
+    assert not torch.equal(batch.data_noise[0], batch.data_noise[1])
+    assert not torch.equal(batch_of(algorithm, samples, step=2).sigma[12:], batch.sigma[12:])
+
+
+@pytest.mark.parametrize("rollout_policy", ["current", "reference"])
+def test_the_reference_is_asked_about_rollouts_only_and_holds_the_policy(rollout_policy):
+    kept = ["algorithm.kl_beta=0.5", "algorithm.clip_ratio=100", f"rollout.policy={rollout_policy}"]
+    algorithm, denoiser, reference = ddrl(*kept), Denoiser(), Denoiser()
+    assert algorithm.references == ("ref",)
+    assert algorithm.rollout_policy == ("train" if rollout_policy == "current" else "ref")
+    batch = batch_of(algorithm, rolled_out(algorithm, reference))
+    asked = batch.for_references()
+    assert torch.equal(asked.latents, batch.latents[:12])
+    assert asked.prompts == batch.prompts[:12]
+    with torch.no_grad():
+        denoiser.weights += 0.05
+        answer = reference(asked.latents, asked.sigma)
+    velocity = denoiser(batch.latents, batch.sigma)
+    _, stats = algorithm.loss(velocity, batch, {"ref": answer})
+    d = batch.gain.view(-1, 1, 1, 1) * (velocity[:12] - answer).detach()
+    torch.testing.assert_close(stats["loss/kl"], d.square().flatten(1).mean(1) / 2)
+    moved = "policy/ratio_mean" in stats
+    assert moved == (rollout_policy == "reference")
+    if moved:
+        log_rho = (batch.noise * d - d.square() / 2).flatten(1).mean(1) * batch.std
+        torch.testing.assert_close(stats["policy/ratio_mean"], log_rho.exp(), rtol=1e-5, atol=1e-6)
+    _, equal = algorithm.loss(velocity, batch, {})  # the loop leaves out a reference whose weights are the trained ones
+    assert not equal["loss/kl"].any()
+
+
+def test_a_moving_reference_is_a_copy_that_follows_at_its_interval():
+    algorithm = ddrl("algorithm.kl_beta=0.1", "algorithm.update_ref_every=3")
+    assert algorithm.references == ("old",)
+    assert [algorithm.moves(step, step) for step in (1, 2, 3, 6)] == [{}, {}, {"old": 0.0}, {"old": 0.0}]
+    assert ddrl("algorithm.kl_beta=0.1").moves(3, 3) == {}
+    assert Ddrl.policies(recipe_file.load(RECIPE, [])) == frozenset()
+
+
+def given_recipe(*overrides):
+    return ddrl("algorithm.min_num_conditional_frames=1", "algorithm.max_num_conditional_frames=2", *overrides)
+
+
+def test_given_frames_are_outside_all_terms():
+    algorithm, denoiser = given_recipe("algorithm.kl_beta=0.5", "algorithm.data_beta=0.3"), Denoiser()
+    batch = batch_of(algorithm, rolled_out(algorithm, denoiser, VIDEO, num_given=1))
+    assert batch.given.latents.shape == (24, *VIDEO)
+    assert batch.given.counts.tolist() == [1] * 24
+    velocity = denoiser(batch.latents, batch.sigma).detach().requires_grad_()
+    loss_B, _ = algorithm.loss(velocity, batch, {"ref": velocity[:12].detach() + 0.1})
+    gradient = torch.autograd.grad(loss_B.sum(), velocity)[0]
+    assert not gradient[:, :, 0].any()
+    assert gradient[:, :, 1:].abs().amin() > 0
+    assert algorithm.num_given == (1, 2)
+    assert batch_of(ddrl(), rolled_out(ddrl(), denoiser, VIDEO)).given is None
+
+
+def test_exponential_rewards_replace_the_advantages():
+    rewards = Rewards([0.0, 1.0, 1.0, 2.0], [(0.0,), (1.0,), (1.0,), (2.0,)], (1.0,), {})
+    plain = ddrl().advantages(rewards, ["g"] * 4).values
+    exponential = ddrl("algorithm.exp_reward=true").advantages(rewards, ["g"] * 4).values
+    centred = ddrl("algorithm.exp_reward=true", "algorithm.exp_reward_baseline=1").advantages(rewards, ["g"] * 4)
+    assert exponential == pytest.approx([-math.exp(-a) for a in plain])
+    assert centred.values == pytest.approx([1 - math.exp(-a) for a in plain])
+    assert exponential == sorted(exponential)
+
+
+def test_an_extra_step_is_drawn_from_all_others_that_have_noise():
+    algorithm = ddrl("algorithm.train_on=[1,-1]", "sampling.steps=6")
+    drawn = Counter(next(k for k in algorithm.trained_steps(step) if k != 1) for step in range(1, 1601))
+    assert sorted(drawn) == [0, 2, 3, 4]
+    assert sum((count - 400) ** 2 / 400 for count in drawn.values()) < 16.3  # chi-square, 99.9 %, 3 degrees of freedom
+    assert algorithm.plan(3).stored == tuple(algorithm.trained_steps(3))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["sampling.s_churn=0"], r"no noise follows the denoise steps \[0, 1, 2\], only \[\]"),
+        (["sampling.s_t_max=50"], r"no noise follows the denoise steps \[0\], only \[1, 2, 3\]"),
+        (["algorithm.train_on=[0,1,2,3,-1]"], r"-1 is one more of the steps \[0, 1, 2, 3\]"),
+        (
+            [
+                "algorithm.ratio_norm=gaussian",
+                "rollout.policy=reference",
+                "sampling.steps=10",
+                "algorithm.train_on=[8]",
+            ],
+            r"cannot compare two policies at the denoise steps \[8\]",
+        ),
+        (["sampling.steps=300", "sampling.s_churn=30", "sampling.s_t_max=20"], "do not fall"),
+    ],
+)
+def test_steps_without_usable_noise_are_refused(overrides, message):
+    with pytest.raises(RecipeError, match=message):
+        ddrl(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.train_on=[3,4]"], "may go to 3 when sampling.steps is 5"),
+        (["algorithm.train_on=[1,1]"], "names a step twice"),
+        (["sampling.solver=ode"], "rolls out with edm_2ab or edm_euler"),
+        (["sampling.noise_level=0.5"], "does not read noise_level: set s_churn"),
+        (["sampling.s_t_min=5", "sampling.s_t_max=2"], "s_t_min 5.0 must be below s_t_max 2.0"),
+        (["algorithm.update_ref_every=4"], "moves a reference that nothing reads"),
+        (["sampling.guidance_scale=3"], "trains the prediction without guidance"),
+        (["data.kind=prompts"], "need media: set data.kind: paired"),
+        (["algorithm.data_beta=0", "algorithm.data_on_first_only=true"], "which data_beta: 0 leaves out"),
+        (["algorithm.exp_reward_baseline=1"], "only read with exp_reward"),
+        (["algorithm.exp_reward=true", "algorithm.adv_mode=one_only"], "leaves none of them"),
+        (["algorithm.min_num_conditional_frames=1"], "is above max_num_conditional_frames 0"),
+        (["algorithm.updates_per_rollout=2"], "updates_per_rollout"),
+    ],
+)
+def test_combinations_that_cannot_be_are_recipe_errors(overrides, message):
+    with pytest.raises(RecipeError, match=message):
+        recipe_file.load(RECIPE, overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sampling.solver=edm_2ab", "is for algorithm ddrl"),
+        ("sampling.s_churn=1", "does not read s_churn"),
+        ("rollout.policy=current", "read by algorithm ddrl only"),
+    ],
+)
+def test_its_keys_are_refused_elsewhere(override, message):
+    with pytest.raises(RecipeError, match=message):
+        recipe_file.load(RECIPE.parent / "sd3_nft.yaml", [override])
+
+
+def test_a_run_without_data_is_doubted():
+    assert "algorithm.data_beta" in recipe_file.load(RECIPE, PURE).doubts()[0]
+    assert recipe_file.load(RECIPE, []).doubts() == []

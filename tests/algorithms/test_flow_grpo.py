@@ -1,0 +1,416 @@
+"""FlowGRPO's loss against the published formulas in float64, on rollouts of a small linear denoiser."""
+
+import logging
+import math
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wfm_ds.algorithms import build_rl, rl_policies
+from wfm_ds.algorithms.flow_grpo import clipped_policy_loss, guarded_log_ratio, kl_scale
+from wfm_ds.errors import RecipeError
+from wfm_ds.recipe import Recipe
+from wfm_ds.types import Prompt, Rollout, Transition
+from wfm_kernels import reference
+
+FP64 = torch.float64
+GRID = torch.tensor([1, 0.960129, 0.913349, 0.857692, 0.790368, 0.707278, 0.602151, 0.464876, 0.278049, 0.008929, 0])
+GRID = GRID.to(FP64)
+LEVELS = {"flow_sde": 0.7, "dance": 0.3, "cps": 0.8}
+SHAPE = (4, 3, 5)
+ADVANTAGES = [0.7, -1.3, 2.0, -0.4]
+
+
+def algorithm(*, solver="flow_sde", sampling=None, **keys):
+    recipe = Recipe.model_validate(
+        {
+            "run": {"output_dir": "out", "steps": 3},
+            "model": {"path": "tiny:sd3"},
+            "data": {"kind": "prompts", "path": "p"},
+            "sampling": {"height": 32, "width": 32, "steps": 10, "solver": solver, **(sampling or {})},
+            "algorithm": {"name": "flow_grpo", **keys},
+            "rollout": {"prompts_per_step": 2, "group_size": 2},
+            "reward": {"functions": [{"name": "color"}]},
+        }
+    )
+    return build_rl(recipe, GRID)
+
+
+class Denoiser:
+    """v = W x + b(sigma), over channels: a sample's velocity has the same bits in any batch."""
+
+    def __init__(self, seed=0, dtype=torch.float32):
+        draw = torch.Generator().manual_seed(seed)
+        self.weight = (0.4 * torch.randn(4, 4, generator=draw)).to(dtype).requires_grad_()
+
+    def __call__(self, x, sigma):
+        mixed = sum(self.weight[:, c].view(-1, 1, 1) * x[:, c : c + 1] for c in range(4))
+        return mixed + torch.as_tensor(sigma, dtype=x.dtype).view(-1, 1, 1, 1)
+
+    def moved(self, size, seed=1):
+        """Another policy, this far away."""
+        other = Denoiser(dtype=self.weight.dtype)
+        draw = torch.Generator().manual_seed(seed)
+        other.weight = (self.weight.detach() + size * torch.randn(4, 4, generator=draw)).requires_grad_()
+        return other
+
+
+def rolled_out(rl, denoiser, count=4, step=1):
+    """The samples of one rank that has them all."""
+    noise = torch.randn((count, *SHAPE), generator=torch.Generator().manual_seed(5))
+    seeds = [100 + i for i in range(count)]
+    trajectory = rl.plan(step).run(denoiser, noise, seeds)
+    samples = [
+        Rollout(
+            sample_id=f"s{i}",
+            group_id="g",
+            prompt=Prompt(id="p", text="p"),
+            seed=seeds[i],
+            noise_seed=seeds[i],
+            clean_latents=trajectory.clean[i],
+            transitions=[
+                Transition(
+                    index=s.index,
+                    latents=s.latents[i],
+                    next_latents=s.next_latents[i],
+                    log_prob=s.log_prob[i],
+                    mean=None if s.mean is None else s.mean[i],
+                )
+                for s in trajectory.stored
+            ],
+        )
+        for i in range(count)
+    ]
+    return SimpleNamespace(mine=samples, first=0)
+
+
+def micro_batches(rl, rollouts, advantages=ADVANTAGES, *, update=0, size=1000, step=1):
+    terms = rl.updates(rollouts, advantages, step)[update]
+    parts = [terms[i : i + size] for i in range(0, len(terms), size)]
+    return [rl.assemble(part, rollouts.mine, torch.device("cpu")) for part in parts]
+
+
+def evaluated(rl, batch, denoiser, **references):
+    """Loss, statistics, and the gradient of the sum of losses."""
+    velocity = denoiser(batch.latents, batch.sigma)
+    with torch.no_grad():
+        predictions = {name: policy(batch.latents, batch.sigma) for name, policy in references.items()}
+    loss, stats = rl.loss(velocity, batch, predictions)
+    gradient = torch.autograd.grad((loss * batch.weight).sum(), denoiser.weight)[0]
+    return loss.detach(), stats, gradient
+
+
+def published(rl, batch, denoiser, old, ref=None):
+    """The loss as the papers write it, [B] float64, and its gradient by the denoiser's weight."""
+    s, policy = rl.settings, Denoiser(dtype=FP64)
+    policy.weight = denoiser.weight.detach().double().requires_grad_()
+    x, x_next, sigma = batch.latents.double(), batch.next_latents.double(), batch.sigma.double()
+    after = torch.stack([GRID[int(k) + 1] for k in batch.index])
+    level = torch.full_like(sigma, LEVELS[rl.sampling.solver])
+
+    def step_of(model):
+        velocity = policy(x, sigma) if model is None else model(batch.latents, batch.sigma).detach().double()
+        kind = rl.sampling.solver
+        return velocity, *reference.sde_mean_and_std(kind, x, velocity, sigma, after, level, float(GRID[1]))
+
+    kind = "dance" if s.log_prob == "gaussian" else rl.sampling.solver
+    v, mean, std = step_of(None)
+    _, old_mean, _ = step_of(old)
+    log_ratio = reference.sde_log_prob(kind, x_next, mean, std) - reference.sde_log_prob(kind, x_next, old_mean, std)
+    if s.guard:
+        bias = reference.mean((mean - old_mean) ** 2) / (2 * std.flatten() ** 2)
+        gaussian = [reference.sde_log_prob("dance", x_next, m, std) for m in (mean, old_mean)]
+        log_ratio = (gaussian[0] - gaussian[1] + bias) * std.flatten()
+    ratio, a = log_ratio.exp(), batch.advantage.double()
+    low, high = s.clip_ratio_low or s.clip_ratio, s.clip_ratio_high or s.clip_ratio
+    loss = torch.maximum(-a * ratio, -a * ratio.clamp(1 - low, 1 + high))
+    if s.guard and s.guard_reweight:
+        loss = loss / (sigma - after)
+    if ref is not None:
+        v_ref, ref_mean, _ = step_of(ref)
+        g_square = std.flatten() ** 2 / (sigma - after)
+        distance = {
+            "velocity": reference.mean((v - v_ref) ** 2),
+            "gaussian": reference.mean((mean - ref_mean) ** 2) / (2 * std.flatten() ** 2),
+            "flow_grpo": reference.mean((mean - ref_mean) ** 2) / (2 * g_square),
+        }
+        loss = loss + s.kl_beta * distance[s.kl_type]
+    return loss.detach(), torch.autograd.grad(loss.sum(), policy.weight)[0]
+
+
+VARIANTS = {
+    "flow_sde": {},
+    "dance": {"solver": "dance"},
+    "cps": {"solver": "cps"},
+    "cps, gaussian": {"solver": "cps", "log_prob": "gaussian"},
+    "kl of velocities": {"kl_beta": 0.3, "kl_type": "velocity"},
+    "kl of gaussians": {"kl_beta": 0.3, "kl_type": "gaussian"},
+    "kl of flow_grpo": {"kl_beta": 0.3, "kl_type": "flow_grpo", "solver": "dance"},
+    "two clip ratios": {"clip_ratio_low": 1e-3, "clip_ratio_high": 2e-3},
+    "guard": {"guard": True},
+    "guard, cps, not reweighted": {"guard": True, "solver": "cps", "guard_reweight": False},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_loss_and_gradient_are_the_published_ones_in_float64(name):
+    keys = {"clip_ratio": 0.05, "updates_per_rollout": 2, "old_log_prob": "rollout"} | VARIANTS[name]
+    sampling = {"window": {"kind": "subset", "size": 8, "indices": list(range(8))}}
+    rl, old, ref = algorithm(sampling=sampling, **keys), Denoiser(), Denoiser(seed=3)
+    [batch] = micro_batches(rl, rolled_out(rl, old), update=1)
+    policy = old.moved(0.003)
+    loss, stats, gradient = evaluated(rl, batch, policy, **({"ref": ref} if "kl_beta" in keys else {}))
+    want, want_gradient = published(rl, batch, policy, old, ref if "kl_beta" in keys else None)
+    assert loss.shape == batch.sigma.shape
+    assert loss.dtype == torch.float32
+    assert stats["policy/ratio_max_abs_dev"].max() > 1e-4
+    torch.testing.assert_close(loss.double(), want, rtol=0, atol=2e-5 * want.abs().max().item())
+    torch.testing.assert_close(gradient.double(), want_gradient, rtol=0, atol=2e-4 * want_gradient.abs().max().item())
+
+
+@pytest.mark.parametrize("old_log_prob", ["auto", "recompute"])
+@pytest.mark.parametrize("guard", [False, True])
+def test_later_updates_compare_with_the_weights_of_the_rollout_however_these_are_known(old_log_prob, guard):
+    keys = {"updates_per_rollout": 2, "clip_ratio": 0.05, "guard": guard}
+    old = Denoiser()
+    policy = old.moved(0.003)
+    results = []
+    for mode in ("rollout", old_log_prob):
+        rl = algorithm(old_log_prob=mode, **keys)
+        [batch] = micro_batches(rl, rolled_out(rl, old), update=1)
+        results.append(evaluated(rl, batch, policy, **({"old": old} if mode == "recompute" else {})))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(results[0][2], results[1][2], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("old_log_prob", ["auto", "rollout", "recompute"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_before_the_first_update_every_ratio_is_exactly_one(name, old_log_prob, size):
+    keys = {"updates_per_rollout": 2, "old_log_prob": old_log_prob} | VARIANTS[name]
+    rl, denoiser = algorithm(sampling={"window": {"kind": "random", "size": 4}}, **keys), Denoiser()
+    for batch in micro_batches(rl, rolled_out(rl, denoiser), size=size):
+        loss, stats, _ = evaluated(rl, batch, denoiser, **({"ref": denoiser} if rl.settings.kl_beta else {}))
+        reweighted = rl.settings.guard and rl.settings.guard_reweight
+        assert torch.equal(loss, -batch.advantage / (-batch.dt if reweighted else 1))
+        assert not stats["policy/ratio_max_abs_dev"].any()
+        assert not stats["policy/ratio_start_abs_dev"].any()
+        assert not stats["policy/clip_fraction_active"].any()
+        assert not stats["policy/approx_kl"].any()
+
+
+def test_before_the_first_update_the_gradient_is_the_advantage_times_that_of_the_log_probability():
+    rl, denoiser = algorithm(), Denoiser()
+    [batch] = micro_batches(rl, rolled_out(rl, denoiser))
+    _, _, gradient = evaluated(rl, batch, denoiser)
+    policy = Denoiser(dtype=FP64)
+    x, x_next, sigma = batch.latents.double(), batch.next_latents.double(), batch.sigma.double()
+    policy.weight = denoiser.weight.detach().double().requires_grad_()
+    after = torch.stack([GRID[int(k) + 1] for k in batch.index])
+    level = torch.full_like(sigma, 0.7)
+    mean, std = reference.sde_mean_and_std("flow_sde", x, policy(x, sigma), sigma, after, level, float(GRID[1]))
+    log_prob = reference.sde_log_prob("flow_sde", x_next, mean, std)
+    want = torch.autograd.grad((-batch.advantage.double() * log_prob).sum(), policy.weight)[0]
+    torch.testing.assert_close(gradient.double(), want, rtol=0, atol=1e-5 * want.abs().max().item())
+
+
+def test_a_clipped_ratio_has_no_gradient():
+    rl, old = algorithm(clip_ratio=1e-6, updates_per_rollout=2), Denoiser()
+    [batch] = micro_batches(rl, rolled_out(rl, old), update=1)
+    policy = old.moved(0.05)
+    velocity = policy(batch.latents, batch.sigma).detach().requires_grad_()
+    loss, stats = rl.loss(velocity, batch, {})
+    gradient = torch.autograd.grad(loss.sum(), velocity)[0].flatten(1).abs().amax(1)
+    active = stats["policy/clip_fraction_active"].bool()
+    assert active.any()
+    assert not active.all()
+    assert torch.equal(gradient == 0, active)
+    ratio = 1 + stats["policy/ratio_std"]  # the deviation from 1
+    assert torch.equal(active, torch.where(batch.advantage > 0, ratio > 1 + 1e-6, ratio < 1 - 1e-6))
+
+
+@given(st.permutations(range(8)), st.lists(st.integers(1, 4), min_size=1, max_size=6))
+@settings(deadline=None, max_examples=20)
+def test_order_and_micro_batches_do_not_change_the_gradient(order, sizes):
+    rl, old = algorithm(sampling={"window": {"kind": "random", "size": 2}}, clip_ratio=0.01), Denoiser()
+    rollouts = rolled_out(rl, old)
+    terms = rl.updates(rollouts, ADVANTAGES, 1)[0]
+
+    def gradient(parts):
+        policy = old.moved(0.0)
+        for part in parts:
+            batch = rl.assemble([terms[i] for i in part], rollouts.mine, torch.device("cpu"))
+            loss, _ = rl.loss(policy(batch.latents, batch.sigma), batch, {})
+            ((loss * batch.weight).sum() / len(terms)).backward()
+        return policy.weight.grad
+
+    rest, parts = list(order), []
+    for size in sizes:
+        parts.append(rest[:size])
+        rest = rest[size:]
+    want = gradient([range(8)])
+    got = gradient([part for part in [*parts, rest] if part])
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-6 * want.abs().max().item())
+
+
+def test_equal_rewards_give_no_gradient_and_samples_without_an_advantage_no_weight():
+    rl, denoiser = algorithm(), Denoiser()
+    rollouts = rolled_out(rl, denoiser)
+    [batch] = micro_batches(rl, rollouts, [0.0, 0.0, 0.0, 0.0])
+    assert not evaluated(rl, batch, denoiser)[2].any()
+    [partly] = micro_batches(rl, rollouts, [None, 1.0, None, -1.0])
+    assert partly.weight.tolist() == [0.0] * 9 + [1.0] * 9 + [0.0] * 9 + [1.0] * 9
+
+
+def test_what_happens_to_one_sample_changes_no_other():
+    rl, denoiser = algorithm(), Denoiser()
+    rollouts, changed = rolled_out(rl, denoiser), [0.7, 5.0, 2.0, -0.4]
+    losses = [evaluated(rl, micro_batches(rl, rollouts, a)[0], denoiser)[0].view(4, 9) for a in (ADVANTAGES, changed)]
+    assert torch.equal(losses[0][[0, 2, 3]], losses[1][[0, 2, 3]])
+    assert not (losses[0][1] == losses[1][1]).any()
+
+
+@pytest.mark.parametrize("name", ["log_ratio", "advantage"])
+def test_credit_that_would_be_shared_is_refused(name):
+    arguments = {"log_ratio": torch.zeros(3), "advantage": torch.zeros(3)}
+    arguments[name] = arguments[name].view(3, 1)
+    with pytest.raises(ValueError, match="one value per sample"):
+        clipped_policy_loss(**arguments, clip_low=0.1, clip_high=0.1)
+
+
+@given(st.floats(0.01, 2), st.integers(0, 1000))
+@settings(deadline=None, max_examples=30)
+def test_the_guarded_ratio_is_the_one_without_bias_on_one_scale(std, seed):
+    draw = torch.Generator().manual_seed(seed)
+    old, z, step = (torch.randn(1, 2, 3, 3, generator=draw, dtype=FP64) for _ in range(3))
+    mean, x_next, s = old + 0.01 * step, old + std * z, torch.tensor([std], dtype=FP64)
+    bias = reference.mean((mean - old) ** 2) / (2 * s**2)
+    log_probs = [reference.sde_log_prob("dance", x_next, m, s.view(1, 1, 1, 1)) for m in (mean, old)]
+    want = (log_probs[0] - log_probs[1] + bias) * s
+    torch.testing.assert_close(guarded_log_ratio(mean, old, x_next, s), want, rtol=1e-7, atol=1e-9)
+
+
+def test_the_distances_to_the_reference_are_multiples_of_one_another():
+    rl = algorithm()
+    dt = torch.tensor([s.sigma_next - s.sigma for s in rl.steps[:9]], dtype=FP64)
+    gaussian, literal = (kl_scale(kind, rl.table[:9], dt) for kind in ("gaussian", "flow_grpo"))
+    torch.testing.assert_close(literal, gaussian * -dt)
+    assert torch.equal(kl_scale("velocity", rl.table[:9], dt), torch.ones(9, dtype=FP64))
+    with pytest.raises(ValueError, match="'x' is no distance"):
+        kl_scale("x", rl.table[:9], dt)
+
+
+def test_the_policy_loss_in_the_log_excludes_the_distance_to_the_reference():
+    rl, old = algorithm(kl_beta=0.3, updates_per_rollout=2), Denoiser()
+    [batch] = micro_batches(rl, rolled_out(rl, old), update=1)
+    loss, stats, _ = evaluated(rl, batch, old.moved(0.01), ref=old)
+    assert torch.equal(loss, stats["loss/policy"] + 0.3 * stats["loss/kl"])
+    assert stats["kl/ref"].min() > 0
+
+
+def test_samples_are_shared_out_among_the_updates_and_train_all_noisy_steps():
+    rl = algorithm(updates_per_rollout=2)
+    rollouts = rolled_out(rl, Denoiser())
+    first, second = rl.updates(rollouts, ADVANTAGES, 1)
+    assert [t.row for t in first] == [0] * 9 + [2] * 9
+    assert [t.row for t in second] == [1] * 9 + [3] * 9
+    assert sorted(t.index for t in first[:9]) == list(range(9))
+    assert {t.first for t in first} == {True}
+    assert {t.first for t in second} == {False}
+    rollouts.first = 1  # the rank's samples are 1 .. 4 of the step
+    assert [t.row for t in rl.updates(rollouts, [None, *ADVANTAGES], 1)[0]] == [1] * 9 + [3] * 9
+
+
+def test_each_sample_trains_its_own_share_of_the_steps_and_every_step_is_drawn_equally_often():
+    rl, drawn = algorithm(timestep_fraction=0.34, solver="dance"), Counter()
+    rollouts = rolled_out(rl, Denoiser(), count=2)
+    apart = 0
+    for step in range(1, 501):
+        terms = rl.updates(rollouts, [1.0, -1.0], step)[0]
+        chosen = [{t.index for t in terms if t.row == row} for row in (0, 1)]
+        assert [len(c) for c in chosen] == [3, 3]
+        apart += chosen[0] != chosen[1]
+        drawn.update(k for c in chosen for k in c)
+    assert apart > 450
+    mean = sum(drawn.values()) / 9
+    assert sorted(drawn) == list(range(9))
+    assert sum((n - mean) ** 2 / mean for n in drawn.values()) < 26.1  # 99.9 % quantile, 8 degrees of freedom
+
+
+def test_only_what_the_ratios_need_is_stored_and_asked():
+    def needs(**keys):
+        rl = algorithm(**keys)
+        return rl.references, rl.recalls_old, rl.keep_means
+
+    assert needs() == ((), False, False)
+    assert needs(kl_beta=0.1) == (("ref",), False, False)
+    assert needs(guard=True) == ((), False, False)
+    assert needs(guard=True, updates_per_rollout=2) == ((), False, True)
+    assert needs(guard=True, old_log_prob="recompute", updates_per_rollout=2) == (("old",), True, False)
+    for beta, policies in ((0.0, frozenset()), (0.1, {"ref"})):
+        assert rl_policies(SimpleNamespace(algorithm=algorithm(kl_beta=beta).settings)) == policies
+
+
+def test_statistics_by_step_count_the_terms_of_that_step():
+    rl, old = algorithm(updates_per_rollout=2), Denoiser()
+    [batch] = micro_batches(rl, rolled_out(rl, old), update=1)
+    _, stats, _ = evaluated(rl, batch, old.moved(0.01))
+    for k in range(9):
+        deviation, mask = stats[f"policy/step{k}/ratio_std"]
+        assert mask.sum() == 2
+        assert torch.equal(mask.bool(), batch.index == k)
+        assert torch.equal(deviation, stats["policy/ratio_std"])
+    torch.testing.assert_close(stats["policy/ratio_mean"], 1 + stats["policy/ratio_std"])
+    plain = [t for t in stats.values() if isinstance(t, torch.Tensor)]
+    assert all(t.shape == batch.sigma.shape and not t.requires_grad for t in plain)
+
+
+def test_rollouts_that_training_cannot_reproduce_are_warned_of(caplog):
+    rl = algorithm(clip_ratio=1e-4)
+    with caplog.at_level(logging.WARNING):
+        rl.review({"policy/ratio_start_abs_dev": 0.9e-5})
+        rl.review({})
+        assert caplog.text == ""
+        rl.review({"policy/ratio_start_abs_dev": 1.1e-5})
+    assert "miss 1 by 1.1e-05 on average, over 10 % of the clip range 1.0e-04" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"solver": "ode"}, r"sampling\.solver ode has none: choose flow_sde, dance, cps"),
+        ({"solver": "dpm2"}, r"sampling\.solver dpm2 has none"),
+        ({"solver": "cps", "kl_beta": 0.1, "kl_type": "flow_grpo"}, "not defined for sampling.solver cps"),
+        ({"sampling": {"noise_level": 0.0}}, "greater than 0"),
+        ({"solver": "cps", "sampling": {"noise_level": 1.5}}, "at most 1, got 1.5"),
+        ({"sampling": {"window": {"kind": "random", "size": 6}}}, r"size 6 and the range \[0, 5\]"),
+        ({"sampling": {"window": {"kind": "subset", "size": 1, "indices": [9]}}}, "may go to 8"),
+        ({"sampling": {"steps": 1}}, "needs at least 2 steps"),
+        ({"solver": "ode", "sampling": {"same_noise": True}}, "injects no noise, so same_noise cannot be set"),
+        ({"solver": "ode", "sampling": {"noise_level": 0.7}}, "injects no noise, so noise_level cannot be set"),
+        ({"clip_ratio_low": 1.0}, "less than 1"),
+    ],
+)
+def test_recipes_that_cannot_work_are_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
+        algorithm(**keys)
+
+
+def test_steps_that_are_almost_without_noise_are_refused_unless_forced():
+    window = {"window": {"kind": "subset", "size": 1, "indices": [2, 8]}}
+    with pytest.raises(
+        RecipeError, match=r"flow_sde at the denoise steps \{8: 0.0322\} .*below algorithm.min_step_std 0.05"
+    ):
+        algorithm(sampling={**window, "noise_level": 0.1})
+    assert algorithm(sampling={**window, "noise_level": 0.1}, min_step_std=0).plan(1).stored in ((2,), (8,))
+
+
+def test_clipping_is_the_published_one():
+    log_ratio = torch.tensor([math.log(r) for r in (0.5, 0.5, 1.5, 1.5, 1.0)])
+    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, 2.0])
+    loss = clipped_policy_loss(log_ratio, advantage, clip_low=0.2, clip_high=0.3)
+    assert loss.tolist() == pytest.approx([-0.5, 0.8, -1.3, 1.5, -2.0])

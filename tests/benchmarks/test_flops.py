@@ -1,0 +1,88 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import flops
+from benchmarks.released import RELEASED
+from wfm_ds import recipe_file
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("sd35m", 2.243), ("sana", 1.605), ("wan1.3b", 1.419), ("wan14b", 14.288), ("cosmos2b", 2.059)],
+)
+def test_released_dimensions_give_the_published_number_of_parameters(name, billions):
+    with torch.device("meta"):
+        denoiser = RELEASED[name].transformer()
+    assert sum(p.numel() for p in denoiser.parameters()) / 1e9 == pytest.approx(billions, abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "algorithm"), [*((name, "sft") for name in RELEASED), ("cosmos2b", "nft")])
+def test_a_family_takes_a_released_model_of_its_size(name, algorithm):
+    recipe, subject = flops.published(algorithm, RELEASED[name]), flops.Subject.released(RELEASED[name])
+    counted = flops.flops_of_sample(recipe, subject)
+    assert set(subject.texts(recipe.lora is not None)) == subject.model.conditioning_keys
+    tokens = subject.model.num_tokens(flops.latent_shape(recipe, subject.model))
+    parameters = sum(p.numel() for n, p in subject.model.bare_denoiser.named_parameters() if "lora" not in n)
+    assert counted.forward > parameters * tokens  # most layers see each token, at 2 a multiply-add
+    if algorithm == "sft":
+        assert counted.forward == counted.forward_without_adapters
+        assert 1.98 * counted.forward < counted.backward <= 2 * counted.forward
+    else:
+        assert counted.forward_without_adapters < counted.forward < 1.05 * counted.forward_without_adapters
+        assert counted.forward < counted.backward < 2 * counted.forward
+
+
+@pytest.fixture
+def tiny(monkeypatch, root):
+    monkeypatch.chdir(root)  # where the recipe's paths begin
+    return "recipes/tiny/sd3_nft.yaml"
+
+
+def test_a_recipe_is_counted_purpose_by_purpose(tiny, tiny_pipelines, capsys):
+    words = [f"model.path={tiny_pipelines('sd3')}", "algorithm.old_decay=copy", "run.steps=4"]
+    assert flops.main([tiny, *words, "--ranks", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "diffusion_nft, LoRA, 2 ranks" in printed
+    assert "one RL step, mean of 4" in printed
+    cells = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:3] for line in printed.splitlines() if "|" in line}
+    assert (cells["rollout"], cells["policy"], cells["ref"]) == (["4", "32"], ["1", "16"], ["1", "16"])
+    assert cells["all"] == ["6", "64"]
+    assert "old" not in cells
+
+
+def test_the_rows_add_up_to_the_samples_at_the_cost_of_one(tiny, tiny_pipelines):
+    recipe = recipe_file.load(Path(tiny), [f"model.path={tiny_pipelines('sd3')}", "run.steps=2"])
+    count = flops.Count.of(recipe, flops.Subject.of(recipe), 2)
+    *rows, total = flops.cost(count.steps, count.flops, count.world_size)
+    assert [row["purpose"] for row in rows] == ["rollout", "policy", "ref", "old"]
+    assert [row["samples"] for row in rows] == [32, 16, 16, 8]  # old is not asked in the first step
+    with_adapters, base = count.flops.forward, count.flops.forward_without_adapters
+    assert total["forward FLOP"] == (32 + 16 + 8) * with_adapters + 16 * base
+    assert total["backward FLOP"] == 16 * count.flops.backward
+
+
+@pytest.mark.slow
+def test_several_recipes_make_a_table(tiny, tiny_pipelines, capsys):
+    assert flops.main([tiny, "recipes/tiny/sd3_nft_full.yaml", f"model.path={tiny_pipelines('sd3')}"]) == 0
+    *_, first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("| `sd3_nft.yaml` | 32 x 32 x 1 | rollout 4, policy 1, ref 1, old 0.5 | ")
+    assert second.startswith("| `sd3_nft_full.yaml` | ")
+
+
+def test_what_cannot_be_counted_is_one_sentence(tiny, capsys):
+    assert flops.main([tiny, "model.path=models/none"]) == 2
+    assert "models/none does not exist" in capsys.readouterr().err
+    assert flops.main([tiny, "--model", "sd35m", "sampling.height=500"]) == 2
+    assert capsys.readouterr().err.startswith("sampling: height must be a multiple of 16")
+    with pytest.raises(SystemExit):
+        flops.main(["--algo", "nft"])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (999, "999"), (1e3, "1 k"), (2.4434e12, "2.44 T"), (3e24, "3e+03 Z")]
+)
+def test_prefixes(value, text):
+    assert flops.with_prefix(value) == text

@@ -1,0 +1,95 @@
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from wfm_ds.checkpoint.cuts import CutStates, file_name, key, layout_to_json
+from wfm_ds.errors import UserError
+from wfm_ds.policy import Piece
+
+NUMBER = torch.tensor(7.0)
+
+
+def whole(sizes):
+    """Distinct values of every parameter's weight and moment."""
+    flat = torch.arange(sum(sizes), dtype=torch.float32)
+    parts = dict(zip((f"p{i}" for i in range(len(sizes))), flat.split(sizes), strict=True))
+    return {"train": parts, "optimizer.exp_avg": {name: -part for name, part in parts.items()}}
+
+
+def by_partition(sizes, num_ranks, padding):
+    """As ZeRO-1 and 2 cut: one row of all parameters, broken into equal shares wherever that falls."""
+    share = -(-sum(sizes) // num_ranks) + padding
+    layouts = []
+    for rank in range(num_ranks):
+        layout, offset = {}, 0
+        for i, size in enumerate(sizes):
+            first, last = max(offset, rank * share), min(offset + size, (rank + 1) * share)
+            first_here = max(0, first - rank * share)
+            layout[f"p{i}"] = Piece(0, first_here, max(0, first - offset), max(0, last - first))
+            offset += size
+        layouts.append((layout, [share]))
+    return layouts
+
+
+def by_parameter(sizes, num_ranks, padding):
+    """As ZeRO-3 cuts: every parameter into equal shares, here in two groups."""
+    layouts = []
+    for rank in range(num_ranks):
+        layout, ends = {}, [0, 0]
+        for i, size in enumerate(sizes):
+            share = -(-size // num_ranks) + padding
+            start = rank * share
+            layout[f"p{i}"] = Piece(i % 2, ends[i % 2], start, max(0, min(share, size - start)))
+            ends[i % 2] += share
+        layouts.append((layout, ends))
+    return layouts
+
+
+def cut(states, layout, lengths):
+    flats = {state: [torch.full((length,), float("nan")) for length in lengths] for state in states}
+    for state, parts in states.items():
+        for name, piece in layout.items():
+            flat = flats[state][piece.group]
+            flat[piece.low : piece.low + piece.numel] = parts[name][piece.start : piece.start + piece.numel]
+    return flats
+
+
+def write(folder, states, layouts):
+    for rank, (layout, lengths) in enumerate(layouts):
+        flats = cut(states, layout, lengths)
+        tensors = {key(state, g): flat for state, groups in flats.items() for g, flat in enumerate(groups)}
+        tensors |= {key("optimizer.step", g): NUMBER.clone() for g in range(len(lengths))}
+        metadata = {"layout": json.dumps(layout_to_json(layout))}
+        save_file(tensors, folder / file_name(rank), metadata=metadata)
+
+
+CUTS = st.tuples(st.sampled_from([by_partition, by_parameter]), st.integers(1, 4), st.integers(0, 2))
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5), there=CUTS, here=CUTS)
+def test_every_cut_can_be_made_of_every_other(tmp_path_factory, sizes, there, here):
+    folder, states = tmp_path_factory.mktemp("cut"), whole(sizes)
+    write(folder, states, there[0](sizes, *there[1:]))
+    for rank, (layout, lengths) in enumerate(here[0](sizes, *here[1:])):
+        with CutStates(folder, there[1]) as cuts:
+            got = cuts.gather(layout, lengths, min(rank, there[1] - 1))
+        assert all(number.equal(NUMBER) for number in got.pop("optimizer.step"))
+        assert got.keys() == states.keys()
+        for state, groups in cut(states, layout, lengths).items():
+            for flat, expected in zip(got[state], groups, strict=True):
+                assert flat.equal(expected.nan_to_num(0.0))
+
+
+def test_states_of_other_parameters_and_sizes_are_refused(tmp_path):
+    write(tmp_path, whole([4, 6]), by_parameter([4, 6], 2, 0))
+    with CutStates(tmp_path, 2) as cuts:
+        assert cuts.sizes() == {"p0": 4, "p1": 6}
+        with pytest.raises(UserError, match="other trained weights"):
+            cuts.gather({"p0": Piece(0, 0, 0, 4)}, [4], 0)
+        with pytest.raises(UserError, match="6 of 8 values of p1"):
+            cuts.gather({"p0": Piece(0, 0, 0, 4), "p1": Piece(0, 4, 0, 8)}, [12], 0)

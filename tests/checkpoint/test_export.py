@@ -1,0 +1,450 @@
+"""Exports are judged by plain diffusers: it loads what was written and must draw the live model's own pixels."""
+
+import json
+import os
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from peft import LoraConfig, get_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch.testing import assert_close
+
+from wfm_ds.checkpoint.export import export, loading_lines
+from wfm_ds.checkpoint.target import ExportTarget
+from wfm_ds.errors import ModelError, UserError
+from wfm_ds.models import registry
+
+PROMPTS = ["a red circle on white", "the digit 7"]
+MAIN = {"policy": "train", "dtype": torch.float32, "is_main": True}
+
+
+class FullWeights:
+    """A denoiser that is trained whole, in one process."""
+
+    lora = False
+
+    def __init__(self, module):
+        self.module = module
+
+    def lora_config(self):
+        return None
+
+    def named_full_tensors(self, policy):
+        for name, tensor in self.module.state_dict().items():
+            yield name, tensor.float()
+
+
+class Adapter:
+    """One PEFT adapter of a denoiser, in one process."""
+
+    lora = True
+
+    def __init__(self, module):
+        self.module = module
+
+    def lora_config(self):
+        return self.module.peft_config["default"]
+
+    def named_full_tensors(self, policy):
+        yield from get_peft_model_state_dict(self.module, adapter_name="default").items()
+
+
+class Changed:
+    """A source whose stream is changed on the way: `edit` maps an item to the items that take its place."""
+
+    def __init__(self, source, edit):
+        self.source, self.edit, self.lora = source, edit, source.lora
+        self.ended = False
+
+    def lora_config(self):
+        return self.source.lora_config()
+
+    def named_full_tensors(self, policy):
+        for name, tensor in self.source.named_full_tensors(policy):
+            yield from self.edit(name, tensor)
+        self.ended = True
+
+
+@pytest.fixture
+def model(tiny_pipelines):
+    return registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+
+
+@pytest.fixture
+def trained(model):
+    """The model after an update that moved every weight, and the source that tells of it."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.denoiser.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=generator))
+    return model, FullWeights(model.denoiser)
+
+
+def add_adapter(model, *, rank=4, alpha=9.0, b_std=0.3):
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=list(model.default_lora_targets), init_lora_weights="gaussian"
+    )
+    model.denoiser.add_adapter(config, adapter_name="default")
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, weight in model.denoiser.named_parameters():
+            if "lora_B" in name:
+                weight.copy_(b_std * torch.randn(weight.shape, generator=generator))
+    return Adapter(model.denoiser)
+
+
+@pytest.fixture
+def adapted(model):
+    return model, add_adapter(model)
+
+
+def pixels(pipe, call):
+    pipe.set_progress_bar_config(disable=True)
+    generators = [torch.Generator("cpu").manual_seed(seed) for seed in (11, 12)]
+    return pipe(
+        PROMPTS, negative_prompt=["", ""], generator=generators, num_inference_steps=3, output_type="pt", **call
+    ).images
+
+
+def drawn_by(model):
+    return pixels(model.pipeline, model.pipeline_call(2.0, 32, 32))
+
+
+def drawn_from(folder, model):
+    return pixels(plain(folder), model.pipeline_call(2.0, 32, 32))
+
+
+def plain(folder):
+    return DiffusionPipeline.from_pretrained(folder, use_safetensors=True, local_files_only=True)
+
+
+# LoRA
+
+
+def test_plain_diffusers_draws_the_lora_models_image(adapted, tmp_path):
+    model, source = adapted
+    folder = export(ExportTarget.of(model), source, tmp_path / "step_3", **MAIN)
+    assert folder == tmp_path / "step_3" / "lora"
+    pipe = plain(model.path)
+    without = pixels(pipe, model.pipeline_call(2.0, 32, 32))
+    pipe.load_lora_weights(str(folder), weight_name="model.safetensors", adapter_name="default")
+    assert pipe.get_active_adapters() == ["default"]
+    layer = pipe.transformer.transformer_blocks[0].attn.to_k
+    assert layer.scaling["default"] == 9.0 / 4  # alpha / rank, which is 1 where the header has no metadata
+    got = pixels(pipe, model.pipeline_call(2.0, 32, 32))
+    assert_close(got, drawn_by(model), atol=1e-5, rtol=0)
+    assert (got - without).abs().max() > 1e-2
+
+
+def test_lora_header_and_config_say_the_same(adapted, tmp_path):
+    model, source = adapted
+    folder = export(ExportTarget.of(model), source, tmp_path / "out", **MAIN)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        header, names = file.metadata(), list(file.keys())
+    assert header["format"] == "pt"
+    assert names
+    assert all(name.startswith("transformer.") for name in names)
+    metadata = json.loads(header["lora_adapter_metadata"])
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert metadata == {f"transformer.{key}": value for key, value in config.items()}
+    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 9.0, "LORA")
+    assert config["target_modules"] == sorted(model.default_lora_targets)
+    assert config["base_model_name_or_path"] == str(model.path)
+
+
+def test_lora_tensors_stay_float32_whatever_the_dtype(adapted, tmp_path):
+    model, source = adapted
+    folder = export(
+        ExportTarget.of(model), source, tmp_path / "out", policy="train", dtype=torch.bfloat16, is_main=True
+    )
+    exported = load_file(folder / "model.safetensors")
+    for name, tensor in source.named_full_tensors("train"):
+        assert exported[f"transformer.{name}"].dtype == torch.float32
+        assert torch.equal(exported[f"transformer.{name}"], tensor)
+
+
+def test_adapter_that_changes_nothing_is_exported_with_a_warning(model, tmp_path, caplog):
+    source = add_adapter(model, b_std=0.0)
+    assert export(ExportTarget.of(model), source, tmp_path / "out", **MAIN).is_dir()
+    assert "changes nothing" in caplog.text
+
+
+def without_b_of_one_layer(name, tensor):
+    return [] if name == "transformer_blocks.0.attn.to_k.lora_B.weight" else [(name, tensor)]
+
+
+def of_another_rank(name, tensor):
+    return [(name, tensor[:2] if "lora_A" in name else tensor)]
+
+
+def under_another_name(name, tensor):
+    return [(name.replace("transformer_blocks", "blocks"), tensor)]
+
+
+def with_the_adapters_name(name, tensor):
+    return [(name.replace(".weight", ".default.weight"), tensor)]
+
+
+def without_any(name, tensor):
+    return []
+
+
+def not_gathered(name, tensor):
+    return [(name, tensor.new_empty(0))]
+
+
+def with_a_nan(name, tensor):
+    return [(name, tensor * float("nan") if name.endswith("to_k.lora_A.weight") else tensor)]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (without_b_of_one_layer, r"transformer_blocks\.0\.attn\.to_k: .* do not fit a layer \[32, 32\]"),
+        (of_another_rank, "of rank 4 do not fit"),
+        (under_another_name, "no such layer"),
+        (with_the_adapters_name, "not the name of a LoRA tensor"),
+        (without_any, "matched no layer"),
+        (not_gathered, "not gathered"),
+        (with_a_nan, "NaN"),
+    ],
+)
+def test_wrong_adapter_is_refused_and_leaves_nothing(adapted, tmp_path, edit, message):
+    model, source = adapted
+    broken = Changed(source, edit)
+    with pytest.raises(ModelError, match=message):
+        export(ExportTarget.of(model), broken, tmp_path / "out", **MAIN)
+    assert broken.ended  # the other ranks are in the same gathers
+    assert list(tmp_path.iterdir()) == []
+
+
+# Full
+
+
+@pytest.mark.parametrize("shard_bytes", [5 << 30, 60_000])
+def test_plain_diffusers_draws_the_full_models_image(trained, tmp_path, shard_bytes):
+    model, source = trained
+    folder = export(ExportTarget.of(model), source, tmp_path / "step_3", shard_bytes=shard_bytes, **MAIN)
+    assert folder == tmp_path / "step_3"
+    got = drawn_from(folder, model)
+    assert_close(got, drawn_by(model), atol=1e-5, rtol=0)
+    assert (got - drawn_from(model.path, model)).abs().max() > 1e-2
+
+
+def test_shards_hold_every_tensor_once_within_the_limit(trained, tmp_path):
+    model, source = trained
+    folder = export(ExportTarget.of(model), source, tmp_path / "out", shard_bytes=60_000, **MAIN) / "transformer"
+    index = json.loads((folder / "diffusion_pytorch_model.safetensors.index.json").read_text())
+    found, total = {}, 0
+    shards = sorted(folder.glob("*.safetensors"))
+    for shard in shards:
+        tensors = load_file(shard)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        assert size <= 60_000 or len(tensors) == 1
+        assert all(index["weight_map"][name] == shard.name for name in tensors)
+        found, total = found | tensors, total + size
+    assert len(shards) > 3
+    assert [s.name for s in shards] == [
+        f"diffusion_pytorch_model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
+    ]
+    assert index["metadata"]["total_size"] == total
+    expected = model.denoiser.state_dict()
+    assert "pos_embed.pos_embed" in expected  # a persistent buffer, no parameter
+    assert found.keys() == expected.keys() == index["weight_map"].keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_never_more_than_one_shard_waits_for_the_disk(trained, tmp_path):
+    model, source = trained
+    limit, seen, most_waiting = 60_000, 0, 0
+
+    def watch(name, tensor):
+        nonlocal seen, most_waiting
+        seen += tensor.nbytes
+        on_disk = sum(f.stat().st_size for f in (tmp_path / ".out.wfm-tmp" / "transformer").glob("*.part"))
+        most_waiting = max(most_waiting, seen - on_disk)
+        yield name, tensor
+
+    largest = max(tensor.nbytes for tensor in model.denoiser.state_dict().values())
+    export(ExportTarget.of(model), Changed(source, watch), tmp_path / "out", shard_bytes=limit, **MAIN)
+    assert seen > 3 * limit
+    assert most_waiting <= limit + largest
+
+
+def test_full_export_has_the_dtype_that_was_asked_for(trained, tmp_path):
+    model, source = trained
+    folder = export(
+        ExportTarget.of(model), source, tmp_path / "out", policy="train", dtype=torch.bfloat16, is_main=True
+    )
+    exported = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    for name, tensor in model.denoiser.state_dict().items():
+        assert torch.equal(exported[name], tensor.to(torch.bfloat16))
+
+
+def test_exported_config_is_the_models_without_its_place_on_this_machine(trained, tmp_path):
+    model, source = trained
+    folder = export(ExportTarget.of(model), source, tmp_path / "out", **MAIN)
+    exported, base = (json.loads((f / "transformer" / "config.json").read_text()) for f in (folder, model.path))
+    assert exported == base
+    assert exported["_class_name"] == "SD3Transformer2DModel"
+    assert "_name_or_path" in model.config
+
+
+def test_unchanged_files_are_hard_links_and_trained_ones_are_not(trained, tmp_path):
+    model, source = trained
+    folder = export(ExportTarget.of(model), source, tmp_path / "out", **MAIN)
+    base_inodes = {os.stat(file).st_ino for file in model.path.rglob("*") if file.is_file()}
+    shared, own = set(), set()
+    for file in folder.rglob("*"):
+        if file.is_file():
+            (shared if file.stat().st_ino in base_inodes else own).add(file.relative_to(folder).as_posix())
+    assert own == {"transformer/config.json", "transformer/diffusion_pytorch_model.safetensors"}
+    everything = {f.relative_to(model.path).as_posix() for f in model.path.rglob("*") if f.is_file()}
+    assert shared == {name for name in everything if not name.startswith("transformer/")}
+    assert {"model_index.json", "call.json", "vae/config.json"} <= shared
+
+
+def drop_one(name, tensor):
+    return [] if name == "proj_out.bias" else [(name, tensor)]
+
+
+def add_one(name, tensor):
+    return [(name, tensor), ("proj_out.lora_A.weight", tensor)] if name == "proj_out.weight" else [(name, tensor)]
+
+
+def cut_one(name, tensor):
+    return [(name, tensor[:1] if name == "proj_out.bias" else tensor)]
+
+
+def infinite(name, tensor):
+    return [(name, tensor / 0 if name == "proj_out.bias" else tensor)]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (drop_one, r"1 tensors .* not exported, e\.g\. proj_out\.bias"),
+        (add_one, r"proj_out\.lora_A\.weight is no tensor of the denoiser"),
+        (cut_one, r"proj_out\.bias is \[1\], the model has \[16\]"),
+        (not_gathered, "not gathered"),
+        (infinite, "NaN or infinity"),
+    ],
+)
+def test_wrong_weights_are_refused_and_the_last_export_stays(trained, tmp_path, edit, message):
+    model, source = trained
+    folder = export(ExportTarget.of(model), source, tmp_path / "out", **MAIN)
+    before = drawn_from(folder, model)
+    broken = Changed(source, edit)
+    with pytest.raises(ModelError, match=message):
+        export(ExportTarget.of(model), broken, folder, **MAIN)
+    assert broken.ended
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert torch.equal(drawn_from(folder, model), before)
+
+
+# Folders and ranks
+
+
+def test_later_export_replaces_the_earlier_and_the_leftover_of_a_killed_one(adapted, tmp_path):
+    model, source = adapted
+    out = tmp_path / "step_3"
+    (tmp_path / ".step_3.wfm-tmp" / "lora").mkdir(parents=True)
+    (tmp_path / ".step_3.wfm-tmp" / "torn").write_text("half")
+    export(ExportTarget.of(model), source, out, **MAIN)
+    with torch.no_grad():
+        for tensor in get_peft_model_state_dict(model.denoiser, adapter_name="default").values():
+            tensor.mul_(2)
+    folder = export(ExportTarget.of(model), source, out, **MAIN)
+    exported = load_file(folder / "model.safetensors")
+    for name, tensor in source.named_full_tensors("train"):
+        assert torch.equal(exported[f"transformer.{name}"], tensor)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_3"]
+    assert sorted(path.name for path in out.rglob("*")) == ["adapter_config.json", "lora", "model.safetensors"]
+
+
+def test_other_ranks_iterate_to_the_end_and_write_nothing(adapted, tmp_path):
+    model, source = adapted
+    watched = Changed(source, lambda name, tensor: [(name, None)])
+    folder = export(
+        ExportTarget.of(model), watched, tmp_path / "out", policy="train", dtype=torch.float32, is_main=False
+    )
+    assert watched.ended
+    assert folder == tmp_path / "out" / "lora"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unwritable_place_is_a_user_error_after_the_stream_ended(adapted, tmp_path):
+    model, source = adapted
+    (tmp_path / "file").write_text("in the way")
+    watched = Changed(source, lambda name, tensor: [(name, tensor)])
+    with pytest.raises(UserError, match="could not be written"):
+        export(ExportTarget.of(model), watched, tmp_path / "file" / "step_3", **MAIN)
+    assert watched.ended
+
+
+def test_base_model_and_foreign_folders_are_never_replaced(trained, tmp_path):
+    model, source = trained
+    before = sorted(model.path.rglob("*"))
+    for out in (model.path, model.path.parent):
+        with pytest.raises(ModelError, match="would replace the base model"):
+            export(ExportTarget.of(model), source, out, **MAIN)
+    assert sorted(model.path.rglob("*")) == before
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(ModelError, match="is not an export"):
+        export(ExportTarget.of(model), source, tmp_path, **MAIN)
+    assert (tmp_path / "thesis.txt").exists()
+
+
+# What a user copies
+
+
+def run_lines(lines):
+    names = {}
+    exec(lines, names)  # the lines that a user copies
+    return names["pipe"]
+
+
+def test_loading_lines_load_a_lora(adapted, tmp_path):
+    model, source = adapted
+    folder = export(ExportTarget.of(model), source, tmp_path / "with space" / "step_3", **MAIN)
+    lines = loading_lines(model.path, folder, lora=True)
+    assert len(lines.splitlines()) == 3
+    pipe = run_lines(lines)
+    assert_close(pixels(pipe, model.pipeline_call(2.0, 32, 32)), drawn_by(model), atol=1e-5, rtol=0)
+
+
+def test_loading_lines_load_a_pipeline_without_t5(trained, tmp_path):
+    model, source = trained
+    model.pipeline.register_modules(text_encoder_3=None, tokenizer_3=None)
+    model.pipeline.save_pretrained(tmp_path / "base")
+    model.path = tmp_path / "base"
+    folder = export(ExportTarget.of(model), source, tmp_path / "step_3", **MAIN)
+    pipe = run_lines(loading_lines(model.path, folder, lora=False))
+    assert pipe.text_encoder_3 is None
+    assert_close(pixels(pipe, model.pipeline_call(2.0, 32, 32)), drawn_by(model), atol=1e-5, rtol=0)
+
+
+def test_loading_lines_stay_short_for_a_complete_pipeline(tiny_pipelines, tmp_path):
+    lines = loading_lines(tiny_pipelines("sd3"), tiny_pipelines("sd3"), lora=False)
+    folder = json.dumps(str(tiny_pipelines("sd3")))
+    assert lines.splitlines()[-1] == f"pipe = DiffusionPipeline.from_pretrained({folder})"
+
+
+def test_export_names_the_prompt_template_that_was_trained_with(tiny_pipelines, tmp_path):
+    model = registry.load(tiny_pipelines("sana"), dtype=torch.float32, device="cpu", prompt_template="stock")
+    folder = export(ExportTarget.of(model), FullWeights(model.denoiser), tmp_path / "out", **MAIN)
+    assert registry.load(folder, dtype=torch.float32, device="cpu").instruction == model.instruction
+    call = json.loads((folder / "call.json").read_text())
+    assert call == json.loads((model.path / "call.json").read_text()) | {"complex_human_instruction": model.instruction}
+
+
+def test_export_names_the_text_length_that_was_trained_with(trained, tmp_path):
+    model, source = trained
+    stored = (model.path / "call.json").read_text()
+    model.max_sequence_length = 8  # the folder says 16
+    folder = export(ExportTarget.of(model), source, tmp_path / "out", **MAIN)
+    assert registry.load(folder, dtype=torch.float32, device="cpu").max_sequence_length == 8
+    assert json.loads((folder / "call.json").read_text()) == json.loads(stored) | {"max_sequence_length": 8}
+    assert (model.path / "call.json").read_text() == stored

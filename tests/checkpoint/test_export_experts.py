@@ -1,0 +1,140 @@
+"""Exports of a denoiser of two experts, judged by plain diffusers."""
+
+import os
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from peft import LoraConfig
+from safetensors.torch import load_file
+from torch.testing import assert_close
+
+from wfm_ds import convert
+from wfm_ds.checkpoint.export import export, loading_lines
+from wfm_ds.checkpoint.target import ExportTarget
+from wfm_ds.errors import ModelError
+from wfm_ds.models import registry
+
+MAIN = {"policy": "train", "dtype": torch.float32, "is_main": True}
+PARTS = ("transformer", "transformer_2")
+CALL = {"num_inference_steps": 4, "guidance_scale_2": 3.0}  # noise levels of both experts, each with a scale of its own
+
+
+class Weights:
+    """The trained tensors of a denoiser in one process, as the engine names them."""
+
+    def __init__(self, module, *, lora):
+        self.module, self.lora = module, lora
+
+    def lora_config(self):
+        return self.module.peft_config["default"] if self.lora else None
+
+    def named_full_tensors(self, policy):
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                yield name.replace(".default.", "."), parameter.detach()
+
+
+class Without(Weights):
+    """... of which those of the second expert were lost."""
+
+    def named_full_tensors(self, policy):
+        yield from (item for item in super().named_full_tensors(policy) if item[0].startswith("transformer."))
+
+
+@pytest.fixture
+def model(tiny_pipelines):
+    return registry.load(tiny_pipelines("wan22"), dtype=torch.float32, device="cpu")
+
+
+def moved(model, *, lora):
+    """The model's denoiser after a training that moved every trained tensor of both experts."""
+    if lora:
+        model.denoiser.requires_grad_(False)
+        config = LoraConfig(r=4, lora_alpha=9.0, target_modules=list(model.default_lora_targets))
+        model.denoiser.add_adapter(config, adapter_name="default")
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.denoiser.parameters():
+            if parameter.requires_grad:
+                parameter.add_((0.3 if lora else 0.05) * torch.randn(parameter.shape, generator=generator))
+    return model.denoiser
+
+
+def plain(folder):
+    return DiffusionPipeline.from_pretrained(folder, use_safetensors=True, local_files_only=True)
+
+
+def video(pipe, model):
+    pipe.set_progress_bar_config(disable=True)
+    call = {**model.pipeline_call(2.0, 32, 32, 5), **CALL}
+    return pipe("a red circle", generator=torch.Generator().manual_seed(11), output_type="pt", **call).frames
+
+
+def run(lines):
+    names = {}
+    exec(lines, names)
+    return names["pipe"]
+
+
+def test_plain_diffusers_loads_the_adapters_of_both_experts(model, tmp_path):
+    before = video(model.pipeline, model)
+    folder = export(ExportTarget.of(model), Weights(moved(model, lora=True), lora=True), tmp_path / "step_3", **MAIN)
+    assert sorted(os.listdir(folder)) == ["adapter_config.json", "model.safetensors", "model_2.safetensors"]
+    first, second = (load_file(folder / name) for name in ("model.safetensors", "model_2.safetensors"))
+    assert first.keys() == second.keys()
+    assert all(name.startswith("transformer.blocks.") for name in first)
+    want = video(model.pipeline, model)
+    pipe = run(loading_lines(model.path, folder, lora=True))
+    for part in PARTS:
+        assert getattr(pipe, part).blocks[0].attn1.to_k.scaling["default"] == 9.0 / 4
+    assert_close(video(pipe, model), want, atol=1e-5, rtol=0)
+    assert (want - before).abs().max() > 1e-2
+
+    only_first = plain(model.path)
+    only_first.load_lora_weights(str(folder), weight_name="model.safetensors", adapter_name="default")
+    assert (video(only_first, model) - want).abs().max() > 1e-3, "the second expert's adapter must have an effect"
+
+
+def test_a_lora_folder_of_both_experts_is_converted_and_merged_whole(model, tmp_path):
+    folder = export(ExportTarget.of(model), Weights(moved(model, lora=True), lora=True), tmp_path / "step_3", **MAIN)
+    want = {name: load_file(folder / name) for name in ("model.safetensors", "model_2.safetensors")}
+    base = ["--base", str(model.path)]
+    for out, words in (("alone", []), ("checked", base)):
+        assert convert.main([str(folder), str(tmp_path / out), *words]) == 0
+        for name, tensors in want.items():
+            got = load_file(tmp_path / out / "lora" / name)
+            assert got.keys() == tensors.keys()
+            assert all(torch.equal(got[key], tensor) for key, tensor in tensors.items())
+    assert convert.main([str(folder), str(tmp_path / "whole"), *base, "--merge-lora", "--dtype", "float32"]) == 0
+    assert_close(video(plain(tmp_path / "whole"), model), video(model.pipeline, model), atol=1e-5, rtol=0)
+
+
+def test_plain_diffusers_loads_both_experts(model, tmp_path):
+    before = video(model.pipeline, model)
+    folder = export(
+        ExportTarget.of(model),
+        Weights(moved(model, lora=False), lora=False),
+        tmp_path / "step_3",
+        **MAIN,
+        shard_bytes=50_000,
+    )
+    assert_close(video(plain(folder), model), video(model.pipeline, model), atol=1e-5, rtol=0)
+    assert (video(plain(folder), model) - before).abs().max() > 1e-2
+    for part in PARTS:
+        assert not {f.stat().st_ino for f in (folder / part).iterdir()} & {
+            f.stat().st_ino for f in (model.path / part).iterdir()
+        }
+    for unchanged in ("vae/diffusion_pytorch_model.safetensors", "model_index.json"):
+        assert (folder / unchanged).samefile(model.path / unchanged)
+    again = registry.load(folder, dtype=torch.float32, device="cpu")
+    for ours, its in zip(model.denoiser.state_dict().items(), again.denoiser.state_dict().items(), strict=True):
+        assert ours[0] == its[0]
+        assert torch.equal(ours[1], its[1])
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_an_export_without_the_second_expert_is_given_up(model, tmp_path, lora):
+    with pytest.raises(ModelError, match="no tensors for transformer_2"):
+        export(ExportTarget.of(model), Without(moved(model, lora=lora), lora=lora), tmp_path / "step_3", **MAIN)
+    assert not (tmp_path / "step_3").exists()

@@ -1,0 +1,92 @@
+"""Which folders are checkpoints, which one is the newest, and which ones stay. Writing them: tests/faults/."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wfm_ds.checkpoint import store
+
+
+def checkpoint(root, step, world_size=2, facts=None):
+    """A complete one, as the ranks leave it: two files each, listed in COMPLETE."""
+    folder = root / f"step_{step}"
+    (folder / "zero").mkdir(parents=True)
+    files = {}
+    for rank in range(world_size):
+        for name in (f"zero/optimizer_{rank}.pt", f"own_{rank}.safetensors"):
+            (folder / name).write_bytes(bytes(100 + rank))
+            files[name] = 100 + rank
+    marker = {"step": step, "world_size": world_size, "facts": facts or {"metrics_bytes": 7}, "files": files}
+    (folder / store.COMPLETE).write_text(json.dumps(marker))
+    return folder
+
+
+def test_complete_folder_is_read_back(tmp_path):
+    folder = checkpoint(tmp_path, 12, world_size=3, facts={"metrics_bytes": 99})
+    found = store.read(folder)
+    assert (found.path, found.step, found.world_size, found.facts) == (folder, 12, 3, {"metrics_bytes": 99})
+
+
+def truncate(folder):
+    (folder / "zero" / "optimizer_1.pt").write_bytes(bytes(40))
+
+
+def lengthen(folder):
+    (folder / "own_0.safetensors").write_bytes(bytes(101))
+
+
+def lose_a_file(folder):
+    (folder / "own_1.safetensors").unlink()
+
+
+def lose_the_marker(folder):
+    (folder / store.COMPLETE).unlink()
+
+
+def garble_the_marker(folder):
+    (folder / store.COMPLETE).write_text('{"step": 3, "files"')
+
+
+def misshape_the_marker(folder):
+    (folder / store.COMPLETE).write_text('{"step": 3, "world_size": 2, "facts": {}, "files": ["a"]}')
+
+
+@pytest.mark.parametrize(
+    "damage", [truncate, lengthen, lose_a_file, lose_the_marker, garble_the_marker, misshape_the_marker]
+)
+def test_damaged_one_is_passed_over_with_a_warning(tmp_path, caplog, damage):
+    older, newer = checkpoint(tmp_path, 2), checkpoint(tmp_path, 3)
+    assert store.newest(tmp_path).path == newer
+    damage(newer)
+    assert store.read(newer) is None
+    assert store.newest(tmp_path).path == older
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{newer} is damaged or incomplete and is passed over"
+    ]
+
+
+def test_nothing_is_found_where_nothing_is(tmp_path):
+    assert store.newest(tmp_path / "nowhere") is None
+    (tmp_path / "step_4.tmp").mkdir()
+    (tmp_path / "step_04").mkdir()
+    (tmp_path / "LATEST").write_text("step_4\n")
+    assert store.newest(tmp_path) is None
+
+
+def test_steps_are_compared_as_numbers(tmp_path):
+    for step in (9, 10, 100, 0):
+        checkpoint(tmp_path, step)
+    assert store.newest(tmp_path).step == 100
+
+
+@given(st.sets(st.integers(0, 30)), st.integers(0, 30), st.integers(1, 5))
+def test_pruning_keeps_the_last_up_to_the_new_one(tmp_path_factory, others, newest, keep):
+    root = tmp_path_factory.mktemp("root")
+    for step in others | {newest}:
+        (root / f"step_{step}").mkdir()
+    store.prune(root, newest=newest, keep=keep)
+    left = store.steps(root)
+    assert newest in left
+    assert sorted(left) == sorted(step for step in others | {newest} if step <= newest)[-keep:]

@@ -1,0 +1,33 @@
+import json
+
+import pytest
+import torch
+
+from wfm_ds.checkpoint.target import ExportTarget
+from wfm_ds.errors import ModelError
+from wfm_ds.models import registry
+
+
+@pytest.mark.parametrize("family", ["sd3", "wan21", "wan22", "sana", "cosmos25"])
+def test_a_target_is_its_model_without_loading_it(family, tiny_pipelines):
+    options = {"guardrail": "off"} if family == "cosmos25" else {}
+    model = registry.load(tiny_pipelines(family), dtype=torch.float32, device="cpu", **options)
+    target = ExportTarget.of(model)
+    assert ExportTarget.of_json(json.loads(json.dumps(target.to_json()))) == target
+    for part in target.parts:
+        live = getattr(model.pipeline, part)
+        assert target.shapes(part) == {name: tensor.shape for name, tensor in live.state_dict().items()}
+        with target.stored(part) as stored:
+            for name, tensor in live.state_dict().items():
+                assert torch.equal(stored.tensor(name).float(), tensor.float())
+
+
+def test_what_the_base_does_not_hold_is_named(tiny_pipelines):
+    target = ExportTarget(tiny_pipelines("sd3"), ("transformer",))
+    with (
+        target.stored("transformer") as stored,
+        pytest.raises(ModelError, match=r"nothing\.weight cannot be read from"),
+    ):
+        stored.tensor("nothing.weight")
+    with pytest.raises(ModelError, match="has no transformer_2 that diffusers knows"):
+        target.shapes("transformer_2")

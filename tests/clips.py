@@ -1,0 +1,46 @@
+"""Videos for tests, written with PyAV. The red of frame i is `level(i)`, so that a decoded frame names its number."""
+
+from fractions import Fraction
+
+import av
+import numpy as np
+from av.video.reformatter import Colorspace
+
+STEP = 5  # grey levels between frames: more than lossy coding changes
+BT709, BT601, UNSPECIFIED = 1, 6, 2  # ITU-T H.273
+
+
+def level(index):
+    return 2 + STEP * index
+
+
+def index_of(frame):
+    """The number of a frame [H,W,3]."""
+    return round((float(frame[..., 0].mean()) - 2) / STEP)
+
+
+def write_clip(
+    path, count=40, fps=24, size=(32, 48), codec="libx264", times=None, pictures=None, hd=False, tagged=False, **options
+):
+    """`count` frames at a constant rate, or shown at `times` in milliseconds; `pictures` replaces the grey frames.
+
+    `hd`: the colours are coded as BT.709 has it instead of BT.601; `tagged`: the file says which.
+    """
+    height, width = size
+    pictures = [np.full((height, width, 3), level(i), np.uint8) for i in range(count)] if pictures is None else pictures
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001), options=options)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        coding = BT709 if hd else BT601
+        stream.codec_context.colorspace = coding if tagged else UNSPECIFIED
+        if times is not None:
+            stream.codec_context.time_base = Fraction(1, 1000)
+        for i, picture in enumerate(pictures):
+            frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
+            frame = frame.reformat(format="yuv420p", dst_colorspace=Colorspace.ITU709 if hd else Colorspace.ITU601)
+            frame.colorspace = coding if tagged else UNSPECIFIED
+            if times is not None:
+                frame.pts, frame.time_base = times[i], Fraction(1, 1000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path

@@ -1,0 +1,70 @@
+"""Settings that must hold before torch is imported, and the fixtures that files share."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if not os.path.exists("/dev/nvidiactl"):
+    # Triton decides when it is imported, by whichever library comes first, whether kernels run in its interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import sys
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+# How long an example takes says more about the machine than about the code.
+hypothesis.settings.register_profile("wfm", deadline=None)
+hypothesis.settings.load_profile("wfm")
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(Path(__file__).parent))  # for ranks.py and the helpers beside tests: tests/ is no package
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        folder = item.path.parent.name
+        if folder == "distributed":
+            item.add_marker("dist")
+        if folder == "faults":
+            item.add_marker("faults")
+        if folder == "end_to_end":
+            item.add_marker("e2e")
+
+
+def pytest_collection_finish() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)  # no business of other tests and of what they start (kernels/conftest.py)
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def tiny_pipelines(tmp_path_factory: pytest.TempPathFactory):
+    """`tiny_pipelines("sd3")` is the folder of that tiny pipeline; written once per run, read-only by agreement."""
+    from wfm_ds.models.tiny import write_tiny
+
+    base, made = tmp_path_factory.mktemp("tiny"), {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = base / family
+            write_tiny(family, made[family])
+        return made[family]
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory):
+    """Two processes of one gloo group, for the tests of a file: `two_ranks.run(function, **kwargs)` (ranks.py)."""
+    from ranks import started
+
+    with started(2, tmp_path_factory.mktemp("two_ranks")) as ranks:
+        yield ranks

@@ -1,0 +1,103 @@
+"""Captions for a folder of media: what is written makes it a paired folder, and nothing is replaced unasked."""
+
+import csv
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wfm_ds.data.captions import main, read_table
+from wfm_ds.data.paired import PairedFolder
+from wfm_ds.errors import DataError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("media/a.mp4", "media/sub/b.v2.PNG", "media/notes.txt", "media/.hidden.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    return tmp_path / "media"
+
+
+def prompts(folder):
+    return {s.id: (s.prompt.text, s.prompt.metadata) for s in PairedFolder(folder, max_bad_fraction=0.0).samples}
+
+
+def test_one_prompt_for_all(folder, capsys):
+    assert main([str(folder), "--prompt", " a caf\xe9 "]) == 0
+    assert prompts(folder) == {"a": ("a caf\xe9", {}), "sub/b.v2": ("a caf\xe9", {})}
+    assert capsys.readouterr().out == f"2 captions in {folder}\n"
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_a_table_gives_each_file_its_own(folder, tmp_path, kind):
+    rows = [{"file": "sub/b.v2.PNG", "prompt": 'says "hi", twice\nor more', "shot": "7"}]
+    rows += [{"file": "a.mp4", "prompt": "a dog", "shot": "8"}]
+    table = tmp_path / f"table.{kind}"
+    with table.open("w", newline="") as file:
+        if kind == "csv":
+            writer = csv.DictWriter(file, ["file", "prompt", "shot"])
+            writer.writeheader()
+            writer.writerows(rows)
+        else:
+            file.writelines(json.dumps(row) + "\n\n" for row in rows)
+    assert main([str(folder), "--from", str(table)]) == 0
+    assert prompts(folder) == {r["file"].rpartition(".")[0]: (r["prompt"], {"shot": r["shot"]}) for r in rows}
+
+
+def test_captions_that_exist_stay_unless_overwrite_is_asked_for(folder, capsys):
+    (folder / "a.json").write_text('{"prompt": "mine"}')
+    assert main([str(folder), "--prompt", "theirs"]) == 2
+    assert "1 captions exist" in capsys.readouterr().err
+    assert not (folder / "sub/b.v2.json").exists()
+    assert (folder / "a.json").read_text() == '{"prompt": "mine"}'
+    assert main([str(folder), "--prompt", "theirs", "--overwrite"]) == 0
+    assert {text for text, _ in prompts(folder).values()} == {"theirs"}
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("file,prompt\na.mp4,x\n", "1 files have no line in the table for .*sub/b.v2.PNG"),
+        ("file,prompt\na.mp4,x\nsub/b.v2.PNG,y\nc.mp4,z\n", "1 files are in the table but not in .*c.mp4"),
+        ("file,prompt\na.mp4,x\na.mp4,y\n", "line 3 names a.mp4 again"),
+        ("file,prompt\na.mp4,\n", "line 2 has no `file` or no `prompt`"),
+        ("name,prompt\na.mp4,x\n", "line 2 has no `file`"),
+        ("file,prompt\na.mp4,x,y\n", "line 2 has more or fewer fields"),
+        ("file,prompt\na.mp4\n", "line 2 has more or fewer fields"),
+        ('file,prompt\na.mp4,"x\n', "cannot be read: unexpected end of data"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_refused_and_nothing_written(folder, tmp_path, capsys, text, complaint):
+    (tmp_path / "t.csv").write_text(text)
+    assert main([str(folder), "--from", str(tmp_path / "t.csv")]) == 2
+    with pytest.raises(DataError, match=complaint):
+        raise DataError(capsys.readouterr().err)
+    assert list(folder.rglob("*.json")) == []
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"file": "a.mp4"}', '{"file": 3, "prompt": "x"}', "[" * 99999])
+def test_a_bad_json_line_is_named(tmp_path, line):
+    (tmp_path / "t.jsonl").write_text(f'{{"file": "b", "prompt": "x"}}\n{line}\n')
+    with pytest.raises(DataError, match=r"t\.jsonl: line 2"):
+        read_table(tmp_path / "t.jsonl")
+
+
+def test_media_that_would_share_a_caption_are_refused(folder, capsys):
+    (folder / "a.png").write_bytes(b"")
+    assert main([str(folder), "--prompt", "x"]) == 2
+    assert "share one caption" in capsys.readouterr().err
+
+
+def test_a_folder_without_media_is_refused(tmp_path, capsys):
+    for path, complaint in ((tmp_path, "no image or video"), (tmp_path / "none", "is not a folder")):
+        assert main([str(path), "--prompt", "x"]) == 2
+        assert complaint in capsys.readouterr().err
+
+
+@given(prompt=st.text(min_size=1).filter(str.strip), shot=st.text())
+def test_any_text_survives_a_table(tmp_path_factory, prompt, shot):
+    table = tmp_path_factory.getbasetemp() / "t.jsonl"
+    table.write_text(json.dumps({"file": "a", "prompt": prompt, "shot": shot}) + "\n")
+    assert read_table(table) == {"a": {"prompt": prompt, "shot": shot}}

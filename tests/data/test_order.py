@@ -1,0 +1,258 @@
+"""The order is a function of position; batches show it at any world size, whatever is broken on disk."""
+
+import itertools
+import json
+import os
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from clips import index_of, write_clip
+from wfm_ds.data import order
+from wfm_ds.data.order import MAX_SUBSTITUTES, BatchSource, places, sample_index
+from wfm_ds.data.paired import PairedFolder
+from wfm_ds.data.pixels import Framing
+from wfm_ds.errors import DataError
+
+
+@given(num_samples=st.integers(1, 50), seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 10**6))
+def test_every_epoch_shows_every_sample_once(num_samples, seed, epoch):
+    positions = range(epoch * num_samples, (epoch + 1) * num_samples)
+    for shuffle in (True, False):
+        shown = [sample_index(p, num_samples, seed, shuffle) for p in positions]
+        assert sorted(shown) == list(range(num_samples))
+        assert shuffle or shown == list(range(num_samples))
+
+
+def test_epochs_and_seeds_have_their_own_order():
+    orders = {tuple(sample_index(e * 40 + i, 40, seed, True) for i in range(40)) for e in range(5) for seed in range(5)}
+    assert len(orders) == 25
+
+
+FROZEN = [1, 5, 3, 2, 6, 0, 7, 9, 8, 4, 5, 0, 2, 1, 7, 8, 9, 6, 3, 4]  # seed 0, ten samples, two epochs
+
+
+def test_the_order_is_the_same_in_years_to_come():
+    """Written down once: a numpy or Python upgrade that changes it would break every resumed run."""
+    assert [sample_index(p, 10, 0, True) for p in range(20)] == FROZEN
+
+
+def test_all_orders_of_three_are_equally_likely():
+    counts = {}
+    for epoch in range(6000):
+        key = tuple(sample_index(epoch * 3 + i, 3, 7, True) for i in range(3))
+        counts[key] = counts.get(key, 0) + 1
+    assert len(counts) == 6
+    assert sum((n - 1000) ** 2 / 1000 for n in counts.values()) < 20.5  # chi-square, 5 degrees of freedom, p = .001
+
+
+def test_substitutes_are_half_an_epoch_away_and_wrap():
+    assert places(0, 100) == [0, *range(50, 60)]
+    assert places(98, 99) == [98, *(range(49, 59))]
+    assert places(0, 1) == [0] * (MAX_SUBSTITUTES + 1)
+
+
+SQUARE = Framing(height=8, width=8)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """`folder(n)`: n samples whose grey level is their number; `broken` ones are cut short."""
+
+    def make(count, broken=()):
+        for i in range(count):
+            Image.new("RGB", (8, 8), (i, i, i)).save(tmp_path / f"{i:03}.png")
+            (tmp_path / f"{i:03}.json").write_text(json.dumps({"prompt": f"grey {i}"}))
+        for i in broken:
+            path = tmp_path / f"{i:03}.png"
+            path.write_bytes(path.read_bytes()[:40])
+        return PairedFolder(tmp_path, max_bad_fraction=0.05).samples
+
+    return make
+
+
+@pytest.fixture
+def source():
+    """`source(samples, ...)`: a BatchSource that is closed after the test."""
+    made = []
+
+    def make(samples, **settings):
+        defaults = {"global_batch": 12, "seed": 3, "shuffle": True, "max_bad_fraction": 0.05, "framing": SQUARE}
+        made.append(BatchSource(samples, **defaults | settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def shown(images):
+    return [(im.sample_id, im.epoch, im.position, im.prompt.text, int(im.pixels[0, 0, 0])) for im in images]
+
+
+def test_a_batch_is_its_positions_in_order(folder, source):
+    samples = folder(20)
+    images = source(samples).batch(3, rank=0, world_size=1)
+    for position, image in zip(range(24, 36), images, strict=True):
+        index = sample_index(position, 20, 3, True)
+        assert (image.position, image.epoch) == (position, position // 20)
+        assert (image.sample_id, image.prompt.text) == (f"{index:03}", f"grey {index}")
+        assert image.pixels.shape == (8, 8, 3)
+        assert (image.pixels == index).all()
+
+
+@pytest.mark.parametrize("broken", [(), (4, 5, 11)])
+@pytest.mark.parametrize("world_size", [2, 3, 12])
+def test_any_world_size_trains_the_same_global_batch(folder, source, world_size, broken):
+    samples = folder(20, broken)
+    one = source(samples, max_bad_fraction=0.5)
+    ranks = [source(samples, max_bad_fraction=0.5, workers=1) for _ in range(world_size)]
+    for step in (1, 2, 3, 7, 2):
+        parts = [shown(ranks[r].batch(step, r, world_size)) for r in range(world_size)]
+        assert len({len(part) for part in parts}) == 1
+        assert list(itertools.chain(*parts)) == shown(one.batch(step, 0, 1))
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory):
+    """Six videos of 24 frames, wider than they are high; the fourth has eight frames."""
+    folder = tmp_path_factory.mktemp("videos")
+    for i in range(6):
+        write_clip(folder / f"{i}.mp4", count=8 if i == 3 else 24, size=(16, 32))
+        (folder / f"{i}.json").write_text(json.dumps({"prompt": f"clip {i}"}))
+    return PairedFolder(folder, max_bad_fraction=0.0).samples
+
+
+def test_clips_do_not_depend_on_ranks_workers_or_where_a_run_resumes(videos, source):
+    framing = Framing(height=16, width=16, num_frames=9, fps=12, crop="random")
+    settings = {"framing": framing, "max_bad_fraction": 0.5, "global_batch": 4}
+    steady = source(videos, **settings, workers=3)
+    whole = {step: steady.batch(step, 0, 1) for step in range(1, 5)}
+    for step in (4, 2):
+        parts = [source(videos, **settings, workers=1).batch(step, rank, 2) for rank in range(2)]
+        for ours, theirs in zip(itertools.chain(*parts), whole[step], strict=True):
+            assert (ours.sample_id, ours.position) == (theirs.sample_id, theirs.position)
+            np.testing.assert_array_equal(ours.pixels, theirs.pixels)
+    assert {im.sample_id for batch in whole.values() for im in batch} == {"0", "1", "2", "4", "5"}
+    assert steady.bad["too_short"] >= 2
+    starts = {(im.sample_id, index_of(im.pixels[0])) for batch in whole.values() for im in batch}
+    assert len(starts) > 5  # another epoch shows another part
+
+
+def test_steps_may_be_asked_in_any_order(folder, source):
+    """A resumed run starts in the middle, with nothing read ahead."""
+    samples = folder(20)
+    steady = source(samples)
+    whole = {step: shown(steady.batch(step, 0, 1)) for step in range(1, 8)}
+    for step in (6, 7, 2, 5):
+        assert shown(source(samples).batch(step, 0, 1)) == whole[step]
+        assert shown(steady.batch(step, 0, 1)) == whole[step]
+
+
+def test_a_broken_image_is_replaced_counted_and_logged_once(folder, source, caplog):
+    samples = folder(20, broken=[4])
+    batches = source(samples, global_batch=20, shuffle=False)
+    for step in (1, 2):
+        images = batches.batch(step, 0, 1)
+        assert [im.sample_id for im in images] == [f"{14 if i == 4 else i:03}" for i in range(20)]
+        assert (images[4].position, images[4].prompt.text) == ((step - 1) * 20 + 4, "grey 14")
+    assert batches.bad == {"decode": 2}
+    (message,) = caplog.messages
+    assert "004.png: cannot be decoded" in message
+
+
+def test_what_the_scan_rejected_is_counted_once_and_what_ranks_met_is_summed(folder, source):
+    batches = source(folder(20, broken=[4]), global_batch=20, rejected={"no_json": 3, "no_media": 0})
+    batches.batch(1, 0, 1)
+    counts = batches.bad_counts(lambda met: {tag: 2 * count for tag, count in met.items()})
+    assert counts == {
+        "data/bad/decode": 2,
+        **dict.fromkeys(("data/bad/too_small", "data/bad/too_short", "data/bad/low_fps", "data/bad/no_media"), 0),
+        "data/bad/no_json": 3,
+    }
+
+
+def test_a_broken_substitute_is_replaced_by_the_next(folder, source):
+    batches = source(folder(20, broken=[4, 14, 15]), global_batch=5, shuffle=False, max_bad_fraction=0.5)
+    assert batches.batch(1, 0, 1)[4].sample_id == "016"
+    assert batches.bad == {"decode": 3}
+
+
+def test_images_too_small_for_the_run_are_counted_apart(folder, source):
+    samples = folder(20)
+    Image.new("RGB", (4, 4)).save(samples[0].media.path)
+    batches = source(samples, shuffle=False, framing=Framing(height=9, width=9))
+    assert batches.batch(1, 0, 1)[0].sample_id == "010"
+    assert batches.bad == {"too_small": 1}
+
+
+def test_more_bad_files_than_allowed_stop_the_run(folder, source):
+    """One of 20 is broken: .05 allows it, however often it is met, .04 does not."""
+    samples = folder(20, broken=[4])
+    patient = source(samples, global_batch=20, shuffle=False, max_bad_fraction=0.05)
+    for step in range(1, 61):
+        patient.batch(step, 0, 1)
+    strict = source(samples, global_batch=20, shuffle=False, max_bad_fraction=0.04)
+    with pytest.raises(DataError, match=r"1 of 20 media cannot be used.*max_bad_fraction 0\.04.*004\.png: cannot be"):
+        strict.batch(1, 0, 1)
+
+
+def test_a_bad_stretch_of_a_large_folder_stops_the_run_before_all_of_it_is_seen(folder, source, monkeypatch):
+    monkeypatch.setattr(order, "WINDOW", 20)
+    samples = folder(100, broken=range(50, 55))  # as many as .05 of all allows, but a quarter of the last 20
+    stretch = source(samples, global_batch=10, shuffle=False, max_bad_fraction=0.05)
+    for step in range(1, 6):
+        stretch.batch(step, 0, 1)
+    with pytest.raises(DataError, match=r"2 of the last 20 files cannot be used"):
+        stretch.batch(6, 0, 1)
+
+
+def test_nothing_but_broken_files_stops_at_once(folder, source):
+    samples = folder(3, broken=[0, 1, 2])
+    with pytest.raises(DataError, match=r"11 files in a row cannot be used: .*000\.png.*; .*00[12]\.png"):
+        source(samples, max_bad_fraction=1.0).batch(1, 0, 1)
+
+
+def test_no_bad_file_at_all_may_be_asked_for(folder, source):
+    with pytest.raises(DataError, match="1 of 20 media"):
+        source(folder(20, broken=[4]), global_batch=20, max_bad_fraction=0.0).batch(1, 0, 1)
+
+
+def blocking(sample):
+    """Make the image a named pipe, so that whoever opens it waits for the writer, which the returned thread is."""
+    sample.media.path.unlink()
+    os.mkfifo(sample.media.path)
+    return threading.Thread(target=lambda: os.close(os.open(sample.media.path, os.O_WRONLY)), daemon=True)
+
+
+def test_the_next_step_is_read_while_this_one_trains(folder, source):
+    samples = folder(20)
+    writer = blocking(samples[7])
+    assert len(source(samples, global_batch=4, shuffle=False).batch(1, 0, 1)) == 4
+    writer.start()
+    writer.join(30)
+    assert not writer.is_alive()  # somebody opened image 7, though nobody asked for step 2
+
+
+def test_a_file_system_that_hangs_is_an_error(folder, source, monkeypatch):
+    samples = folder(20)
+    writer = blocking(samples[0])
+    monkeypatch.setattr(order, "READ_TIMEOUT_S", 0.2)
+    with pytest.raises(DataError, match=r"position 0 was not read within 0\.2 s"):
+        source(samples, shuffle=False).batch(1, 0, 1)
+    writer.start()
+    writer.join(30)
+
+
+def test_a_global_batch_must_be_divisible_by_the_ranks(folder, source):
+    with pytest.raises(ValueError, match="5 ranks cannot share a global batch of 12"):
+        source(folder(20)).batch(1, 0, 5)
+
+
+def test_no_sample_is_an_error(source):
+    with pytest.raises(DataError, match="no training sample"):
+        source([])

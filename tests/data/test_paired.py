@@ -1,0 +1,177 @@
+"""Pairing files: every name that a user may choose, every way to get it wrong, and a split that stays."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from wfm_ds.data.paired import PairedFolder
+from wfm_ds.errors import DataError
+
+
+def put(folder, name, prompt="a cat", media=".png", **more):
+    """A caption and an empty media file: pairing never opens media."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    (path.parent / f"{path.name}.json").write_text(json.dumps({"prompt": prompt, **more}))
+    (path.parent / f"{path.name}{media}").write_bytes(b"")
+
+
+def scan(folder, max_bad_fraction=0.99):
+    return PairedFolder(folder, max_bad_fraction=max_bad_fraction)
+
+
+def ids(folder):
+    return [sample.id for sample in folder.samples]
+
+
+def test_pairs_at_any_depth_are_found_and_sorted_by_id(tmp_path):
+    for name in ("b", "sub/deep/a", "a.b", "a"):
+        put(tmp_path, name)
+    folder = scan(tmp_path, 0.0)
+    assert ids(folder) == ["a", "a.b", "b", "sub/deep/a"]
+    assert [s.media.path for s in folder.samples] == [tmp_path / f"{name}.png" for name in ids(folder)]
+    assert folder.bad == {}
+
+
+def test_a_caption_becomes_a_prompt_with_metadata(tmp_path):
+    put(tmp_path, "a", prompt="  the digit 7\n", negative_prompt="blurry", label=7, spec={"count": [1, 2]})
+    (sample,) = scan(tmp_path).samples
+    assert (sample.prompt.id, sample.prompt.text) == ("a", "the digit 7")
+    assert sample.prompt.negative_text == "blurry"
+    assert sample.prompt.metadata == {"label": 7, "spec": {"count": [1, 2]}}
+
+
+def test_only_the_last_suffix_counts(tmp_path):
+    put(tmp_path, "a.json.b")
+    put(tmp_path, "x.png.y")
+    assert ids(scan(tmp_path, 0.0)) == ["a.json.b", "x.png.y"]
+
+
+def test_folders_named_like_files_are_folders(tmp_path):
+    put(tmp_path, "json/a")
+    put(tmp_path, "images.png/b.json/c")
+    assert ids(scan(tmp_path, 0.0)) == ["images.png/b.json/c", "json/a"]
+
+
+def test_suffixes_in_any_case_and_every_kind_of_media(tmp_path):
+    suffixes = (".PNG", ".Jpg", ".jpeg", ".WEBP", ".mp4", ".WebM", ".mkv", ".MOV", ".avi")
+    for name, media in zip("abcdefghi", suffixes, strict=True):
+        put(tmp_path, name, media=media)
+    (tmp_path / "a.json").rename(tmp_path / "a.JSON")
+    assert ids(scan(tmp_path, 0.0)) == list("abcdefghi")
+
+
+def test_other_and_hidden_files_are_ignored(tmp_path):
+    put(tmp_path, "a")
+    for name in ("notes.txt", ".DS_Store", "._a.png", ".hidden.json", ".cache/x.png", "LICENSE"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"")
+    assert ids(scan(tmp_path, 0.0)) == ["a"]
+
+
+def test_linked_folders_are_followed_once(tmp_path):
+    put(tmp_path / "elsewhere", "a")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "circle").symlink_to(tmp_path / "data")
+    assert ids(scan(tmp_path / "data", 0.0)) == ["link/a"]
+
+
+def test_names_that_are_not_utf8_have_an_id(tmp_path):
+    for suffix in (b".png", b".json"):
+        with open(os.path.join(os.fsencode(tmp_path), b"caf\xe9" + suffix), "wb") as file:
+            file.write(b'{"prompt": "a cat"}')
+    assert ids(scan(tmp_path, 0.0)) == ["caf\\udce9"]
+
+
+def test_each_kind_of_bad_entry_is_counted_with_its_path(tmp_path):
+    put(tmp_path, "good")
+    put(tmp_path, "lonely_json")
+    (tmp_path / "lonely_json.png").unlink()
+    put(tmp_path, "lonely_image")
+    (tmp_path / "lonely_image.json").unlink()
+    put(tmp_path, "two_media")
+    (tmp_path / "two_media.mp4").write_bytes(b"")
+    put(tmp_path, "empty", prompt=" ")
+    put(tmp_path, "number", prompt=3)
+    put(tmp_path, "negative", negative_prompt=["blurry"])
+    for name, text in (("list", "[]"), ("broken", '{"prompt": '), ("blank", "")):
+        put(tmp_path, name)
+        (tmp_path / f"{name}.json").write_text(text)
+    put(tmp_path, "latin")
+    (tmp_path / "latin.json").write_bytes(b'{"prompt": "caf\xe9"}')
+    folder = scan(tmp_path)
+    assert ids(folder) == ["good"]
+    names = {reason: sorted(Path(name).name for name in names) for reason, names in folder.bad.items()}
+    prompts = ["blank.json", "broken.json", "empty.json", "latin.json", "list.json", "negative.json", "number.json"]
+    assert names == {
+        "no_media": ["lonely_json.json"],
+        "no_json": ["lonely_image.png"],
+        "ambiguous": ["two_media.json"],
+        "no_prompt": prompts,
+    }
+
+
+def test_the_allowed_share_of_bad_entries_is_allowed_and_no_more(tmp_path):
+    for i in range(9):
+        put(tmp_path, f"{i}")
+    (tmp_path / "alone.png").write_bytes(b"")
+    assert len(scan(tmp_path, 0.1).samples) == 9
+    with pytest.raises(
+        DataError, match=r"1 of 10 entries cannot be used.* 0\.09.*alone\.png \(an image or video without a caption"
+    ):
+        scan(tmp_path, 0.09)
+
+
+def test_the_message_shows_ten_of_many(tmp_path):
+    for i in range(30):
+        (tmp_path / f"{i:02}.png").write_bytes(b"")
+    with pytest.raises(DataError) as raised:
+        scan(tmp_path)
+    assert str(raised.value).count(".png (an image or video without") == 10
+    assert "30 of 30" in str(raised.value)
+
+
+@pytest.mark.parametrize("make", ["missing", "file", "empty"])
+def test_a_folder_without_pairs_is_refused_by_name(tmp_path, make):
+    path = tmp_path / "pairs"
+    if make == "file":
+        path.write_text("")
+    elif make == "empty":
+        path.mkdir()
+    with pytest.raises(DataError, match=r"pairs (is not a folder|holds no captioned media).*NAME\.json"):
+        scan(path)
+
+
+def test_split_is_disjoint_complete_and_about_the_asked_share(tmp_path):
+    for i in range(300):
+        put(tmp_path, f"{i:03}")
+    folder = scan(tmp_path)
+    training, held_out = folder.split(0.2)
+    assert sorted(s.id for s in training + held_out) == ids(folder)
+    assert [s.id for s in training] == sorted(s.id for s in training)
+    assert 40 <= len(held_out) <= 80  # 60 expected; five standard deviations are 35
+    assert folder.split(0.0) == (folder.samples, [])
+
+
+def test_a_sample_keeps_its_side_when_others_come_and_go(tmp_path):
+    for i in range(100):
+        put(tmp_path, f"{i:02}")
+    before = {s.id for s in scan(tmp_path).split(0.3)[1]}
+    for i in range(50):
+        put(tmp_path, f"new{i}")
+        (tmp_path / f"{i:02}.png").unlink()
+    after = {s.id for s in scan(tmp_path).split(0.3)[1]}
+    assert {i for i in after if not i.startswith("new")} == {i for i in before if int(i) >= 50}
+
+
+@pytest.mark.parametrize("holdout", [1e-9, 1 - 1e-9])
+def test_neither_side_of_a_small_folder_is_empty(tmp_path, holdout):
+    put(tmp_path, "a")
+    assert [len(side) for side in scan(tmp_path).split(holdout)] == [1, 0]
+    put(tmp_path, "b")
+    put(tmp_path, "c")
+    assert sorted(len(side) for side in scan(tmp_path).split(holdout)) == [1, 2]

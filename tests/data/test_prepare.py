@@ -1,0 +1,22 @@
+"""What the command refuses before it starts; that it fills caches is tested in tests/end_to_end/test_data.py."""
+
+import pytest
+
+from wfm_ds.data.prepare import main
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        ([], "data.cache_dir is not set, so there is nothing to prepare"),
+        (["data.cache=x"], "data.cache"),
+        (["data.kind=cosmos", "data.path=s3://bucket/folder"], "kind cosmos reads one folder of this machine"),
+        (["data.kind=paired", "data.path=[a, b]"], "lists and URLs are for webdataset"),
+        (["data.allow_pickle=true"], "allow_pickle is about the embeddings of kind cosmos, not paired"),
+    ],
+)
+def test_a_recipe_that_cannot_be_prepared_is_an_error_with_code_2(root, capsys, overrides, complaint):
+    with pytest.raises(SystemExit) as left:
+        main([str(root / "recipes" / "tiny" / "wan21_video_sft.yaml"), *overrides])
+    assert left.value.code == 2
+    assert complaint in capsys.readouterr().err

@@ -1,0 +1,282 @@
+"""Shards are read where they are: every name, every damage, and the same samples locally and in S3."""
+
+import io
+import itertools
+import json
+import tarfile
+
+import fsspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from clips import index_of, write_clip
+from s3 import BUCKET, VARIABLES, CuttingProxy, s3_server
+from wfm_ds import storage
+from wfm_ds.data import tar_index as tar_index_module
+from wfm_ds.data.media import load_media
+from wfm_ds.data.order import BatchSource
+from wfm_ds.data.pixels import Framing, centre
+from wfm_ds.data.tar_index import tar_index
+from wfm_ds.data.webdataset import TarShards, shard_names
+from wfm_ds.errors import DataError, StorageError
+
+
+def png(level, size=8):
+    buffer = io.BytesIO()
+    Image.new("RGB", (size, size), (level, level, level)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write_tar(path, members, mode="w", format=tarfile.PAX_FORMAT):
+    with tarfile.open(path, mode, format=format) as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def sample(name, level=0, **caption):
+    return [
+        (f"{name}.png", png(level)),
+        (f"{name}.json", json.dumps({"prompt": f"grey {level}", **caption}).encode()),
+    ]
+
+
+def open_shards(*patterns, cache_dir=None, max_bad_fraction=0.99):
+    return TarShards([str(p) for p in patterns], cache_dir=cache_dir, max_bad_fraction=max_bad_fraction)
+
+
+def ids(found):
+    """Without the folder, which is another one in each test."""
+    return [sample.id.partition("/")[2] for sample in found.samples]
+
+
+def pixels(one):
+    return load_media(one.media, Framing(height=8, width=8), centre)
+
+
+def test_members_with_one_key_are_a_sample(tmp_path):
+    write_tar(tmp_path / "a.tar", [*sample("0001", 1, label=7), *sample("dir.v2/0001", 2), *sample("./0003.left", 3)])
+    found = open_shards(tmp_path / "a.tar", max_bad_fraction=0.5)
+    assert ids(found) == ["a/0001", "a/dir.v2/0001"]
+    assert [s.prompt.text for s in found.samples] == ["grey 1", "grey 2"]
+    assert found.samples[0].prompt.metadata == {"label": 7}
+    assert [int(pixels(s)[0, 0, 0]) for s in found.samples] == [1, 2]
+    assert found.bad == {}  # left.png and left.json are fields that nobody asked for
+
+
+def test_text_files_are_captions_and_objects_beside_them_metadata(tmp_path):
+    members = [("a.jpg", b""), ("a.txt", b" a cat\n"), ("b.txt", b"a dog"), ("b.json", b'{"caption": "x", "w": 3}')]
+    members += [("b.webp", b""), ("c.mp4", b""), ("c.json", b'{"prompt": "from json"}'), ("c.txt", b"from text")]
+    found = open_shards(write_tar(tmp_path / "a.tar", members))
+    assert [(s.prompt.text, s.prompt.metadata, s.media.suffix) for s in found.samples] == [
+        ("a cat", {}, ".jpg"),
+        ("a dog", {"caption": "x", "w": 3}, ".webp"),
+        ("from json", {}, ".mp4"),
+    ]
+
+
+def test_each_kind_of_bad_entry_is_counted(tmp_path):
+    members = [*sample("good")]
+    members += [("alone.png", png(0)), ("text.txt", b"nothing to see"), ("empty.png", png(0)), ("empty.txt", b" ")]
+    members += [("two.png", b""), ("two.jpg", b""), ("two.txt", b"x"), ("latin.png", b""), ("latin.txt", b"caf\xe9")]
+    members += [*sample("other"), *sample("good"), ("model.pth", b"x"), ("code.py", b"x"), ("x.pickle", b"x")]
+    write_tar(tmp_path / "a.tar", members)
+    found = open_shards(tmp_path / "a.tar")
+    assert ids(found) == ["a/good", "a/other"]
+    shard = str(tmp_path / "a.tar")
+    assert found.bad == {
+        "no_json": [f"{shard}#alone"],
+        "no_media": [f"{shard}#text"],
+        "no_prompt": [f"{shard}#empty", f"{shard}#latin"],
+        "ambiguous": [f"{shard}#two", f"{shard}#good"],  # a key that comes back is another sample of the same name
+    }
+
+
+def test_names_are_keys_and_never_paths(tmp_path):
+    members = [*sample("../../outside", 1), *sample("/etc/absolute", 2), (".hidden.png", b""), ("__MACOSX", b"")]
+    link = tarfile.TarInfo("link.png")
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    path = write_tar(tmp_path / "in" / "a.tar", members) if (tmp_path / "in").mkdir() is None else None
+    with tarfile.open(path, "a") as tar:
+        tar.addfile(link)
+    found = open_shards(path)
+    assert [int(pixels(s)[0, 0, 0]) for s in found.samples] == [1, 2]
+    assert [p.name for p in tmp_path.rglob("*")] == ["in", "a.tar"]
+    assert found.bad == {}
+
+
+@pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+def test_long_and_foreign_names_are_read_in_every_dialect(tmp_path, format):
+    names = ["long/" * 40 + "name", "caf\xe9/\u4e2d\u6587", "plain"]
+    members = [member for i, name in enumerate(names) for member in sample(name, i)]
+    found = open_shards(write_tar(tmp_path / "a.tar", members, format=format))
+    assert set(ids(found)) == {f"a/{name}" for name in names}
+
+
+KEYS = st.lists(st.text("ab", min_size=1, max_size=2), min_size=1, max_size=3).map("/".join)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_mix_of_members_gives_exactly_its_pairs(tmp_path_factory, data):
+    """Members of a sample in any order, with others between samples; bytes come back as they went in."""
+    keys = data.draw(st.lists(KEYS, max_size=5, unique=True))
+    members, wanted = [], {}
+    for i, key in enumerate(keys):
+        body = data.draw(st.binary(max_size=700))
+        one = [(f"{key}.png", body), (f"{key}.txt", f"text {i}".encode())]
+        extra = data.draw(st.lists(st.sampled_from(["cls", "seg.png", "npy"]), unique=True))
+        members += data.draw(st.permutations(one + [(f"{key}.{field}", b"?") for field in extra]))
+        wanted[key] = (f"text {i}", body)
+    path = tmp_path_factory.mktemp("any") / "a.tar"
+    write_tar(path, members)
+    if not wanted:
+        with pytest.raises(DataError):
+            open_shards(path)
+        return
+    samples = open_shards(path, max_bad_fraction=0.0).samples
+    found = {s.id: (s.prompt.text, s.media.open().read()) for s in samples}
+    assert found == {f"{path.parent.name}/a/{key}": content for key, content in wanted.items()}
+
+
+def test_a_shard_cut_short_gives_what_stands_before(tmp_path):
+    path = write_tar(tmp_path / "a.tar", [m for i in range(6) for m in sample(f"{i}", i)])
+    content = path.read_bytes()
+    path.write_bytes(content[: content.index(b"4.png") + 530])  # within the fifth picture
+    found = open_shards(path)
+    assert found.bad == {"shard": [str(path)]}
+    assert [int(pixels(s)[0, 0, 0]) for s in found.samples] == list(range(4))
+
+
+@pytest.mark.parametrize("damage", ["header", "cut at a member", "cut within a header"])
+def test_a_shard_that_ends_without_its_end_is_not_intact(tmp_path, damage):
+    """tarfile alone takes each of these for the end of the tar."""
+    path = write_tar(tmp_path / "a.tar", [m for i in range(6) for m in sample(f"{i}", i)])
+    content = path.read_bytes()
+    header = content.index(b"4.png")
+    damaged = content[:header] + b"\xff" * 512 + content[header + 512 :]
+    path.write_bytes({"header": damaged, "cut at a member": content[:header]}.get(damage, content[: header + 100]))
+    found = open_shards(path)
+    assert found.bad == {"shard": [str(path)]}
+    assert len(found.samples) == 4
+
+
+def test_what_is_no_tar_is_named(tmp_path):
+    (tmp_path / "text.tar").write_text("<html>" * 1000)
+    with pytest.raises(DataError, match=r"text\.tar is no uncompressed tar file"):
+        open_shards(tmp_path / "text.tar")
+    write_tar(tmp_path / "a.tar.gz", sample("0"), mode="w:gz")
+    with pytest.raises(DataError, match=r"a\.tar\.gz is no uncompressed tar file"):
+        open_shards(tmp_path / "a.tar.gz")
+    with pytest.raises(DataError, match=r"nowhere\.tar does not exist"):
+        open_shards(tmp_path / "nowhere.tar")
+    write_tar(tmp_path / "empty.tar", [])
+    with pytest.raises(DataError, match=r"no captioned media in 1 tar files"):
+        open_shards(tmp_path / "empty.tar")
+    with pytest.raises(DataError, match=r"/\*\.tgz: no file has such a name"):
+        open_shards(tmp_path / "empty.tar", tmp_path / "*.tgz")
+
+
+def test_ids_tell_shards_apart(tmp_path):
+    for part in ("x", "y"):
+        (tmp_path / part).mkdir()
+        for number in range(2):
+            write_tar(tmp_path / part / f"{number:03}.tar", sample("0", number))
+    found = open_shards(tmp_path / "x" / "{000..001}.tar", tmp_path / "y" / "*.tar", tmp_path / "x" / "000.tar")
+    assert [s.id for s in found.samples] == ["x/000/0", "x/001/0", "y/000/0", "y/001/0"]
+    assert shard_names(["s3://b/0.tar", "s3://b/a/0.tar", "/c/0.tar"]) == ["b/0", "a/0", "c/0"]
+    with pytest.raises(DataError, match=r"/c/a/0\.tar and s3://b/a/0\.tar both give samples with ids a/0/\.\.\."):
+        shard_names(["/c/a/0.tar", "s3://b/a/0.tar"])
+
+
+def test_an_id_does_not_depend_on_other_shards_nor_on_how_its_own_is_addressed(tmp_path, monkeypatch):
+    for folder in ("x", "y/deep"):
+        (tmp_path / folder).mkdir(parents=True)
+        write_tar(tmp_path / folder / "0.tar", sample("0"))
+    alone = open_shards(tmp_path / "x" / "0.tar").samples
+    monkeypatch.chdir(tmp_path / "x")
+    both = open_shards("0.tar", tmp_path / "y" / "*" / "0.tar")
+    assert [s.id for s in both.samples] == ["deep/0/0", alone[0].id] == ["deep/0/0", "x/0/0"]
+
+
+def test_an_index_is_kept_until_the_shard_changes(tmp_path, monkeypatch):
+    path = write_tar(tmp_path / "a.tar", sample("one"))
+    first = tar_index(str(path), tmp_path / "cache")
+    reads = []
+    read = tar_index_module.read_tar
+    monkeypatch.setattr(tar_index_module, "read_tar", lambda *a: reads.append(a) or read(*a))
+    assert tar_index(str(path), tmp_path / "cache") == first
+    assert reads == []
+    write_tar(path, [*sample("one"), *sample("two")])
+    assert len(tar_index(str(path), tmp_path / "cache").members) == 4
+    (kept,) = [p for p in (tmp_path / "cache").rglob("*.json") if "two" in p.read_text()]
+    kept.write_text('{"half": ')
+    assert len(tar_index(str(path), tmp_path / "cache").members) == 4
+    assert len(reads) == 2
+
+
+def test_videos_in_shards_train_like_those_in_files(tmp_path):
+    clip = write_clip(tmp_path / "clip.mp4", count=20)
+    found = open_shards(write_tar(tmp_path / "a.tar", [("v.mp4", clip.read_bytes()), ("v.txt", b"a clip")]))
+    frames = load_media(found.samples[0].media, Framing(height=32, width=48, num_frames=5), centre)
+    assert [index_of(frame) for frame in frames] == [8, 9, 10, 11, 12]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with s3_server() as (url, client):
+        for number in range(2):
+            body = io.BytesIO()
+            noise = np.random.default_rng(number)
+            with tarfile.open(fileobj=body, mode="w") as tar:
+                for i in range(6):
+                    picture = io.BytesIO()
+                    Image.fromarray(noise.integers(0, 256, (120, 120, 3), dtype=np.uint8)).save(picture, "PNG")
+                    for name, content in ((f"{i}.png", picture.getvalue()), (f"{i}.txt", b"noise")):
+                        info = tarfile.TarInfo(name)
+                        info.size = len(content)
+                        tar.addfile(info, io.BytesIO(content))
+            client.put_object(Bucket=BUCKET, Key=f"set/{number:03}.tar", Body=body.getvalue())
+        yield url
+
+
+def test_s3_shards_stream_through_a_network_that_breaks(server, tmp_path, monkeypatch):
+    """The same batches as from the files, though connections are cut while shards are indexed and while they train."""
+    proxy = CuttingProxy(server)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    for name, value in zip(VARIABLES, ("key", "secret", proxy.url, "us-east-1"), strict=True):
+        monkeypatch.setenv(name, value)
+    fs, _ = storage.filesystem("s3://x")
+    copy = tmp_path / "set"
+    copy.mkdir()
+    for number in range(2):
+        fs.get_file(f"{BUCKET}/set/{number:03}.tar", str(copy / f"{number:03}.tar"))
+    settings = {"global_batch": 4, "seed": 1, "shuffle": True, "max_bad_fraction": 0.0}
+    framing = Framing(height=120, width=120)
+
+    monkeypatch.setattr(storage, "NUM_TRIES", 3)
+    proxy.cuts = 2
+    remote = open_shards(f"s3://{BUCKET}/set/{{000..001}}.tar", cache_dir=tmp_path / "cache", max_bad_fraction=0.0)
+    assert proxy.num_cut == 2
+    local = open_shards(copy / "{000..001}.tar")
+    sources = [BatchSource(found.samples, framing=framing, **settings) for found in (remote, local)]
+    try:
+        for step in range(1, 4):
+            proxy.cuts = 1
+            for theirs, ours in itertools.zip_longest(*(source.batch(step, 0, 1) for source in sources)):
+                assert theirs.sample_id == ours.sample_id
+                np.testing.assert_array_equal(theirs.pixels, ours.pixels)
+        assert proxy.num_cut >= 4
+        proxy.cuts = 1000  # for good: no fault of the samples, so none is skipped
+        with pytest.raises(StorageError, match=r"s3://shards/set/00\d\.tar cannot be read"):
+            sources[0].batch(9, 0, 1)
+    finally:
+        for source in sources:
+            source.close()
+        proxy.close()
+    assert sources[0].bad == {}

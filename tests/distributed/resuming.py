@@ -1,0 +1,90 @@
+"""Tiny runs that can be stopped after a step, and how they are compared: bit by bit."""
+
+import json
+import signal
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parent.parent.parent
+STEPS = 4
+COMMON = ["optimizer.lr=3e-2", f"run.steps={STEPS}", "logging.console=false", "engine.guard=true"]
+# Decays and warm-up that depend on the step, so that a counter that began anew would show.
+NFT = ["algorithm.old_decay={initial: 0.3, slope: 0.1, max: 0.9}", "optimizer.warmup_steps=3"]
+SFT = ["optimizer.schedule=cosine", "validation.every=3", "validation.num_images=4", "data.max_bad_fraction=0.4"]
+DDRL = ["algorithm.kl_beta=0.1", "algorithm.update_ref_every=3", "data.max_bad_fraction=0.4", "ema={decay: 0.9}"]
+LORA, FULL = ["lora={rank: 4, alpha: 8}", "engine.deepspeed=zero2"], ["lora=null", "engine.deepspeed=zero3"]
+CASES = {
+    "nft lora zero2": ("sd3_nft", [*NFT, *LORA]),
+    "nft full zero3": ("sd3_nft", [*NFT, *FULL]),
+    "flow_grpo lora zero2": ("sd3_mix_grpo", ["algorithm.kl_beta=0.1", "optimizer.warmup_steps=3", *LORA]),
+    "flow_grpo full zero3": ("sd3_dance_grpo", ["algorithm.guard=true", *FULL]),
+    "ddrl lora zero2": ("sd3_ddrl", [*DDRL, *LORA]),
+    "sft lora zero2": ("sd3_sft", [*SFT, *LORA]),
+    "sft full zero3": ("sd3_sft", [*SFT, *FULL, "model.dtype=bfloat16"]),
+}
+SLOW = {"ddrl lora zero2", "flow_grpo full zero3", "flow_grpo lora zero2", "nft full zero3"}
+
+
+def train_on_rank(recipe, overrides, stop_at=None, save_at=None):
+    """One rank's part of a run; SIGTERM has come when step `stop_at` is done, and SIGUSR1 to rank 1 in `save_at`."""
+    from wfm_ds import recipe_file
+    from wfm_ds.lifecycle import StopFlag
+    from wfm_ds.train import Ending, prepare_and_train
+    from wfm_ds.world import World
+
+    class StopAt(StopFlag):
+        """Asked once before each step."""
+
+        def __init__(self):
+            super().__init__()
+            self.asked = 0
+
+        @property
+        def is_set(self):
+            if self.asked == stop_at:
+                self.raise_flag(signal.SIGTERM, None)
+            self.asked += 1
+            if self.asked == save_at and world.rank == 1:
+                self.ask_for_save(signal.SIGUSR1, None)
+            return super().is_set
+
+    world = World.join()
+    loaded = recipe_file.load(Path(recipe), overrides)
+    ending = Ending(loaded.run.output_dir, world)
+    outcome = prepare_and_train(loaded, world, StopAt(), ending)
+    ending.reached(outcome)
+    return {"status": outcome.status, "step": outcome.step, "metrics": dict(outcome.metrics)}
+
+
+def settings(case, folder, *, model, digits, changes=()):
+    """Arguments of `train_on_rank` for a case, into this folder."""
+    name, of_case = CASES[case]
+    on_images = name in ("sd3_sft", "sd3_ddrl")
+    data = Path(digits) / "images" if on_images else ROOT / "recipes" / "tiny" / "prompts" / "colors"
+    overrides = [f"run.output_dir={folder}", f"model.path={model}", f"data.path={data}"]
+    return {
+        "recipe": str(ROOT / "recipes" / "tiny" / f"{name}.yaml"),
+        "overrides": [*overrides, *COMMON, *of_case, *changes],
+    }
+
+
+def records(folder):
+    """All metrics by line but times, speeds and what the rewards' clocks say."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    clocks = ("time", "perf/images", "perf/samples")
+    return [{k: v for k, v in line.items() if not k.startswith(clocks) and "seconds" not in k} for line in lines]
+
+
+def weights(folder, step):
+    files = sorted((folder / "safetensors" / f"step_{step}").rglob("*.safetensors"))
+    kept = [f for f in files if f.parent.name in ("lora", "transformer")]
+    return {f"{f.parent.name}/{name}": tensor for f in kept for name, tensor in load_file(f).items()}
+
+
+def assert_equal_runs(got, want):
+    assert records(got) == records(want)
+    ours, theirs = weights(got, STEPS), weights(want, STEPS)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

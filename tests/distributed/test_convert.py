@@ -1,0 +1,120 @@
+"""`wfm_ds.convert` of what runs on two ranks saved, against what the same runs exported: the same files."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from distributed.resuming import settings, train_on_rank
+from distributed.training import small_sd3
+from folders import contents
+from wfm_ds import convert
+
+ROOT = Path(__file__).parent.parent.parent
+SAVING = ["checkpoint.every=1", "checkpoint.export_every=1", "run.steps=2"]
+NFT = [
+    ("nft lora zero2", ["engine.deepspeed=zero1", "model.dtype=bfloat16"]),
+    ("nft full zero3", []),
+    ("nft full zero3", ["engine.deepspeed=zero2", "ema=null", "model.dtype=bfloat16"]),
+    ("nft lora zero2", ["engine.deepspeed=zero3", "ema=null"]),
+]
+
+
+def converted(checkpoint, out, *words):
+    assert convert.main([str(checkpoint), str(out), *words]) == 0
+    return contents(out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "changes"), NFT)
+def test_a_checkpoint_converts_to_what_the_run_exported(case, changes, two_ranks, tiny_pipelines, tmp_path):
+    arguments = settings(case, tmp_path / "run", model=tiny_pipelines("sd3"), digits="unused")
+    two_ranks.run(train_on_rank, recipe=arguments["recipe"], overrides=[*arguments["overrides"], *SAVING, *changes])
+    for step in (1, 2):
+        got = converted(tmp_path / "run" / "checkpoints" / f"step_{step}", tmp_path / f"out_{step}")
+        assert got == contents(tmp_path / "run" / "safetensors" / f"step_{step}")
+    assert contents(tmp_path / "out_1") != contents(tmp_path / "out_2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", ["{rank: 4, alpha: 8}", "null"])
+def test_both_experts_are_converted(lora, two_ranks, tiny_pipelines, tmp_path):
+    from wfm_ds.data.digits import write_digits
+
+    write_digits(tmp_path / "digits")
+    overrides = [
+        *(f"run.output_dir={tmp_path / 'run'}", f"model.path={tiny_pipelines('wan22')}"),
+        *(f"data.path={tmp_path / 'digits' / 'images'}", f"lora={lora}", "logging.console=false"),
+        *("validation.at_start=false", "validation.num_images=2", "validation.num_prompts=1"),
+    ]
+    recipe = str(ROOT / "recipes" / "tiny" / "wan22_sft_lora.yaml")
+    two_ranks.run(train_on_rank, recipe=recipe, overrides=[*overrides, *SAVING])
+    got = converted(tmp_path / "run" / "checkpoints" / "step_2", tmp_path / "out")
+    assert got == contents(tmp_path / "run" / "safetensors" / "step_2")
+    if lora != "null":
+        merged = converted(tmp_path / "run" / "checkpoints" / "step_2", tmp_path / "merged", "--merge-lora")
+        assert Path("transformer_2", "diffusion_pytorch_model.safetensors") in merged
+
+
+def saved_by_deepspeed(folder, stage, wrapped):
+    """One step of plain DeepSpeed on a denoiser, its own checkpoint of it, and the weights that it had."""
+    import deepspeed
+    import torch
+    from torch import nn
+
+    from distributed.training import inputs
+    from wfm_ds.world import World
+
+    class Wrapper(nn.Module):
+        def __init__(self, transformer):
+            super().__init__()
+            self.transformer = transformer
+
+        def forward(self, **inputs):
+            return self.transformer(**inputs)
+
+    World.join()
+    denoiser = small_sd3()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    module = Wrapper(denoiser) if wrapped else denoiser
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)[0]
+    engine.backward(engine(**inputs([1]), return_dict=False)[0].square().mean())
+    engine.step()
+    engine.save_checkpoint(folder)
+    with deepspeed.zero.GatheredParameters(list(denoiser.parameters())):
+        return {name: tensor.detach().clone() for name, tensor in denoiser.state_dict().items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "wrapped"), [(2, False), (3, True)])
+def test_a_checkpoint_of_deepspeeds_own_is_converted_if_it_is_trusted(stage, wrapped, two_ranks, tmp_path, capsys):
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "model_index.json").write_text(
+        '{"_class_name": "StableDiffusion3Pipeline", "transformer": ["diffusers", "SD3Transformer2DModel"]}'
+    )
+    small_sd3().save_pretrained(base / "transformer")
+    want, _ = two_ranks.run(saved_by_deepspeed, folder=str(tmp_path / "ds"), stage=stage, wrapped=wrapped)
+    words = [str(tmp_path / "ds"), str(tmp_path / "out"), "--base", str(base)]
+    assert convert.main(words) == 2
+    assert "--trust-pickle" in capsys.readouterr().err
+    assert convert.main([*words, "--trust-pickle"]) == 0
+    got = load_file(tmp_path / "out" / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert torch.equal(got[name], tensor), name
+    assert any(not torch.equal(got[n], t) for n, t in small_sd3().state_dict().items())
+    shutil.rmtree(tmp_path / "out")
+    config = base / "transformer" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dual_attention_layers": []}))
+    assert convert.main([*words, "--trust-pickle"]) == 2
+    assert "transformer_blocks.0.norm1.linear.weight is [288, 32], the model has [192, 32]" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,76 @@
+"""DDRL on videos whose first frames are given, and the tiny twins of the Cosmos recipes, as whole runs."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from clips import write_clip
+from distributed.test_runs import COMMON, assert_same_runs, records, train_on_rank
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent.parent
+TINY = ROOT / "recipes" / "tiny"
+COLORS = TINY / "prompts" / "colors"
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory):
+    """Six captioned clips of slowly brightening blocks; the third file is no video."""
+    folder, draw = tmp_path_factory.mktemp("videos"), np.random.default_rng(0)
+    for i in range(6):
+        blocks = draw.integers(0, 200, (4, 4, 3))
+        frames = [np.kron(blocks + 4 * t, np.ones((8, 8, 1))).astype(np.uint8) for t in range(12)]
+        write_clip(folder / f"{i}.mp4", pictures=frames, size=(32, 32), fps=16)
+        (folder / f"{i}.json").write_text(json.dumps({"prompt": f"clip number {i}"}))
+    (folder / "2.mp4").write_bytes(b"nothing")
+    return folder
+
+
+def test_videos_with_given_frames_train_alike_on_one_rank_and_on_two(
+    one_rank, two_ranks, tiny_pipelines, videos, tmp_path
+):
+    for name, ranks in (("one", one_rank), ("two", two_ranks)):
+        ranks.run(
+            train_on_rank,
+            recipe=str(TINY / "cosmos25_ddrl.yaml"),
+            overrides=[
+                f"run.output_dir={tmp_path / name}",
+                f"model.path={tiny_pipelines('cosmos25')}",
+                f"data.path={videos}",
+                "data.max_bad_fraction=0.5",
+                *(f"sampling.{size}" for size in ("height=32", "width=32", "num_frames=9")),
+                "algorithm.max_num_conditional_frames=2",
+                "algorithm.kl_beta=0.1",
+                "algorithm.data_beta=0.5",
+                "engine.micro_batch_size=2",
+                *(f"rollout.{key}" for key in ("prompts_per_step=3", "group_size=2", "policy=reference")),
+                "reward.functions=[{name: motion}]",
+                "validation.num_prompts=1",
+                *COMMON,
+            ],
+        )
+    steps = [r for r in records(tmp_path / "one") if "loss/total" in r]
+    assert steps[0]["policy/ratio_max_abs_dev"] < 1e-4 < steps[2]["policy/ratio_max_abs_dev"]
+    assert steps[2]["data/bad/decode"] >= 1
+    assert_same_runs(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.parametrize(
+    ("name", "data"), [("cosmos25_ddrl", None), ("cosmos25_mock", COLORS), ("cosmos25_flow_grpo", COLORS)]
+)
+def test_the_tiny_twins_of_the_cosmos_recipes_run(name, data, one_rank, tiny_pipelines, tmp_path):
+    from wfm_ds.data.digits import write_digits
+
+    write_digits(tmp_path / "digits")
+    overrides = [
+        f"run.output_dir={tmp_path / 'out'}",
+        f"model.path={tiny_pipelines('cosmos25')}",
+        f"data.path={data or tmp_path / 'digits' / 'images'}",
+        "validation.at_start=false",
+    ]
+    outcome = one_rank.run(train_on_rank, recipe=str(TINY / f"{name}.yaml"), overrides=overrides)[0]
+    assert outcome == {"status": "finished", "step": 2}
+    assert records(tmp_path / "out")[0]["optim/grad_norm"] > 0

@@ -1,0 +1,269 @@
+"""Steps that are not applied, the schedule, what is refused at the start, and the guard."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from distributed.training import (
+    EVERYTHING,
+    MICRO_STEPS,
+    TARGETS,
+    build,
+    follow,
+    full_tensors,
+    plain_step,
+    predict,
+    small_recipe,
+    small_sd3,
+    train_step,
+)
+from wfm_ds.algorithms import build_rl
+from wfm_ds.engine import DenoiserEngine, learning_rate
+from wfm_ds.errors import RecipeError
+from wfm_ds.guard import Guard
+from wfm_ds.recipe import Recipe
+from wfm_ds.rl import RlTrainer
+from wfm_ds.rollout.groups import PromptGroups
+from wfm_ds.world import World
+
+A_MATRIX = "transformer_blocks.0.attn.to_q.lora_A.default.weight"
+
+
+def all_flats(engine):
+    return [*engine.shards.masters(), *(flat for copy in engine.copies.values() for flat in copy.flats)]
+
+
+def train_through(config, lora, dtype, spoils):
+    """Steps 0, 1, ... with the spoilt ones among them (they use the next step's terms)."""
+    engine, kind = build(config, lora=lora, model={"dtype": dtype}), getattr(torch, dtype)
+    rows, skipped = [], []
+    for spoil in spoils:
+        before = [flat.clone() for flat in all_flats(engine)]
+        result, _ = train_step(engine, len(rows), kind, spoil)
+        follow(engine, result)
+        if spoil is None:
+            rows.append([result.lr, result.grad_norm])
+        else:
+            unmoved = all(map(torch.equal, before, all_flats(engine)))
+            skipped.append([not result.applied, math.isnan(result.grad_norm), not result.clipped, unmoved])
+    tensors = {policy: full_tensors(engine, policy) for policy in ("train", "old", "ema")}
+    counts = [engine.num_updates, engine.num_skipped]
+    return {"rows": rows, "skipped": skipped, "tensors": tensors, "counts": counts}
+
+
+@pytest.mark.parametrize(
+    ("stage", "lora", "dtype"),
+    [
+        ("zero1", True, "float32"),
+        ("zero1", False, "bfloat16"),
+        ("zero2", False, "float32"),
+        ("zero2", True, "bfloat16"),
+        ("zero3", False, "float32"),
+        ("zero3", True, "bfloat16"),
+    ],
+)
+def test_nan_on_one_rank_and_a_step_without_terms_move_nothing(two_ranks, stage, lora, dtype):
+    settings = {"config": stage, "lora": lora, "dtype": dtype}
+    clean = two_ranks.run(train_through, **settings, spoils=[None, None])
+    spoilt = two_ranks.run(train_through, **settings, spoils=["empty", None, "nan", None])
+    for part, want in zip(spoilt, clean, strict=True):
+        assert part["counts"] == [2, 2]
+        assert want["counts"] == [2, 0]
+        assert part["skipped"] == [[True] * 4] * 2
+        assert part["rows"] == want["rows"]
+        for policy, tensors in want["tensors"].items():
+            assert all(torch.equal(part["tensors"][policy][name], tensor) for name, tensor in tensors.items())
+
+
+def follow_every_third_step(skipped, resumed_after):
+    """Updates, and the distance of DDRL's reference from the trained weights, after RL step 3."""
+    recipe = Recipe.model_validate(
+        {
+            "run": {"output_dir": "unused", "steps": 4},
+            "model": {"path": "unused"},
+            "data": {"kind": "prompts", "path": "unused"},
+            "sampling": {"height": 16, "width": 16, "solver": "edm_2ab"},
+            "algorithm": {"name": "ddrl", "train_on": [0], "kl_beta": 0.1, "update_ref_every": 3},
+            "rollout": {},
+            "reward": {"functions": [{"name": "mock"}]},
+        }
+    )
+    engine = build("zero2", lora=True, policies={"old"}, accumulation=1)
+    job = SimpleNamespace(engine=engine, recipe=recipe)
+
+    def trainer():
+        source = SimpleNamespace(groups=PromptGroups(None, 1))
+        stateless = SimpleNamespace(state=dict, restore=lambda state: None)
+        return RlTrainer(job, build_rl(recipe, None), source, stateless, None, None)
+
+    loop = trainer()
+    for step in range(1, 4):
+        loop.step = step
+        if step not in skipped:
+            plain_step(engine, step)
+        loop.move_policies()
+        if step == resumed_after:
+            state, loop = loop.state(), trainer()
+            loop.restore(state)
+    return [engine.num_updates, engine.distance("old")]
+
+
+@pytest.mark.parametrize("resumed_after", [None, 2])
+def test_a_reference_that_moves_seldom_follows_also_where_just_that_step_was_not_applied(two_ranks, resumed_after):
+    for part in two_ranks.run(follow_every_third_step, skipped=[3], resumed_after=resumed_after):
+        assert part == [2, 0.0]
+
+
+def learning_rates(config):
+    engine, options = build(config, lora=True, accumulation=1), small_recipe(config, lora=True).optimizer
+    used = []
+    for step in range(4):
+        result = plain_step(engine, step)
+        used.append([result.lr, *(group["lr"] for group in engine.ds.optimizer.param_groups)])
+    return {"used": used, "want": [[learning_rate(options, update, 4)] * 2 for update in range(1, 5)]}
+
+
+def test_the_optimizer_uses_the_scheduled_rate(two_ranks):
+    for part in two_ranks.run(learning_rates, config="zero2"):
+        assert part["used"] == part["want"]
+        assert part["used"][0][0] == pytest.approx(0.005)  # half-way up the line
+        assert part["used"][3][0] == pytest.approx(0.002)  # final_lr_fraction
+
+
+def misuse():
+    """Messages of calls out of order."""
+    engine = build("zero2", lora=True)
+    messages = []
+
+    def attempt(call, kind):
+        try:
+            call()
+        except kind as error:
+            messages.append(str(error))
+
+    attempt(engine.step, RuntimeError)
+    output = predict(engine.forward_module, [0])
+    attempt(lambda: engine.backward(output, 1), ValueError)
+    for _ in range(MICRO_STEPS):
+        engine.backward(predict(engine.forward_module, [0]).mean(), 6)
+    attempt(lambda: engine.backward(predict(engine.forward_module, [0]).mean(), 6), RuntimeError)
+    attempt(lambda: engine.distance("ref"), ValueError)
+    return [*messages, str(engine.step().applied)]
+
+
+def test_calls_out_of_order_are_refused(two_ranks):
+    for messages in two_ranks.run(misuse):
+        assert messages == [
+            "step() after 0 of 3 backwards",
+            "loss_sum must be a scalar, got the shape (1, 4, 8, 8)",
+            "step() is due: 3 backwards make an optimizer step",
+            "ref has no tensors of its own in a LoRA run: it is the base without adapter",
+            "True",
+        ]
+
+
+def start_with_targets(targets):
+    try:
+        build("zero2", lora=True, targets=targets)
+    except RecipeError as error:
+        return str(error)
+    return "started"
+
+
+def test_targets_that_match_no_layer_are_refused(two_ranks):
+    for message in two_ranks.run(start_with_targets, targets=["to_nothing", "norm_nowhere"]):
+        assert message.startswith("lora.target_modules: to_nothing, norm_nowhere cannot be adapted in SD3Transformer2D")
+
+
+def adapters_at_start(targets):
+    """The adapters of an engine that was built with another global random state on each rank."""
+    module, world = small_sd3(), World.join()
+    torch.manual_seed(100 + world.rank)
+    state = torch.get_rng_state()
+    recipe = small_recipe("zero2", lora=True, targets=targets)
+    settings = {"lora_targets": TARGETS, "policies": EVERYTHING, "accumulation": 1, "total_updates": 1}
+    engine = DenoiserEngine.build(module, recipe, world, **settings)
+    untouched = torch.equal(torch.get_rng_state(), state)
+    tensors = {policy: full_tensors(engine, policy) for policy in ("train", "old", "ema")}
+    outputs = []
+    for policy in ("train", "old", "ema", "ref"):
+        with engine.policy(policy), torch.no_grad():
+            outputs.append(predict(engine.forward_module, [0]))
+    config = engine.lora_config()
+    return {
+        "untouched": untouched,
+        "same": [torch.equal(tensors[p][n], t) for n, t in tensors["train"].items() for p in ("old", "ema")],
+        "names": sorted(tensors["train"]),
+        "first": dict(engine.module.named_parameters())[A_MATRIX].detach(),
+        "equal_outputs": [torch.equal(outputs[0], other) for other in outputs],
+        "config": [config.r, config.lora_alpha, sorted(config.target_modules)],
+        "patch_size": engine.forward_module.config.patch_size,
+    }
+
+
+def test_all_policies_start_equal_and_the_recipe_may_name_targets(two_ranks):
+    first, second = two_ranks.run(adapters_at_start, targets=None)
+    assert first["untouched"]
+    assert second["untouched"]
+    assert torch.equal(first["first"], second["first"])
+    assert float(first["first"].std()) == pytest.approx(0.25, rel=0.2)  # gaussian of deviation 1 / rank
+    assert all(first["same"])
+    assert all(first["equal_outputs"] + second["equal_outputs"])
+    assert first["config"] == [4, 8.0, sorted(TARGETS)]
+    assert first["patch_size"] == 2, "the forward module shows the diffusers config, not DeepSpeed's"
+    chosen, _ = two_ranks.run(adapters_at_start, targets=["to_q"])
+    assert {name.split(".lora_")[0].rsplit(".", 1)[1] for name in chosen["names"]} == {"to_q"}
+
+
+def linear_after_zero3():
+    build("zero3", lora=False, policies=())
+    return torch.nn.functional.linear is torch._C._nn.linear
+
+
+def test_zero3_leaves_torch_linear_alone(two_ranks):
+    assert two_ranks.run(linear_after_zero3) == [True, True]
+
+
+def guarded(disagree, extra):
+    """The message that this rank gets from the guard."""
+    world = World.join()
+    guard = Guard(world, timeout_s=3)
+    try:
+        guard.check("old", False, (4, 8, 8))
+        guard.check("ref" if disagree and world.rank else "old", False, (4, 8, 8))
+        if extra and world.rank:
+            guard.check("old", False, (4, 8, 8))
+    except RuntimeError as error:
+        return str(error)
+    return "agreed"
+
+
+def test_guard_names_what_each_rank_was_about_to_do(two_ranks):
+    assert two_ranks.run(guarded, disagree=False, extra=False) == ["agreed", "agreed"]
+    messages = two_ranks.run(guarded, disagree=True, extra=False)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("ranks disagree at forward 2: ")
+    assert "'old', False" in messages[0]
+    assert "'ref', False" in messages[0]
+
+
+def test_guard_ends_one_forward_too_many_with_an_error(two_ranks):
+    calm, lonely = two_ranks.run(guarded, disagree=False, extra=True)
+    assert calm == "agreed"
+    assert lonely.startswith("rank 1 is at forward 3 ('old', False, (4, 8, 8)), and another rank did not come within")
+
+
+def guard_of_engine(on):
+    engine = build("zero2", lora=True, policies=(), engine={"guard": on})
+    try:
+        engine.guard_check("old", engine.world.rank)
+    except RuntimeError as error:
+        return str(error)
+    return "agreed"
+
+
+def test_the_recipe_switches_the_guard_on(two_ranks):
+    assert two_ranks.run(guard_of_engine, on=False) == ["agreed", "agreed"]
+    assert all("disagree" in message for message in two_ranks.run(guard_of_engine, on=True))

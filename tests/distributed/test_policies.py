@@ -1,0 +1,193 @@
+"""Copies of the weights: exact averages, exact swaps, whole tensors from shards."""
+
+import pytest
+import torch
+
+import wfm_ds.policy
+from distributed.training import build, follow, full_tensors, plain_step, predict, small_sd3, zero3_with_threshold
+from wfm_ds.engine import ema_decay
+
+STAGES = pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+LORA = pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+SOME = pytest.mark.parametrize(
+    ("stage", "dtype", "lora"),
+    [
+        ("zero1", "float32", True),
+        ("zero1", "bfloat16", False),
+        ("zero2", "float32", False),
+        ("zero2", "bfloat16", True),
+        ("zero3", "float32", False),
+        ("zero3", "bfloat16", True),
+        ("zero3", "bfloat16", False),
+    ],
+)
+
+
+def follow_gathered_masters(config, lora, dtype, every):
+    """Whether the engine's average equals one over gathered masters (rank 0), and the names that each rank saw."""
+    sections = {"model": {"dtype": dtype}, "ema": {"decay": 0.25, "every": every}}
+    engine = build(config, lora=lora, policies={"ema"}, accumulation=1, **sections)
+    names = [name for name, _ in engine.named_full_tensors("ema")]
+    average = full_tensors(engine, "train")
+    for step in range(3):
+        plain_step(engine, step, getattr(torch, dtype))
+        engine.update_ema()
+        engine.update_ema()  # once an update, however often it is called
+        theta, decay = full_tensors(engine, "train"), ema_decay(0.25, step + 1)
+        if (step + 1) % every == 0 and theta:
+            torch._foreach_lerp_(list(average.values()), list(theta.values()), 1 - decay)
+    got, theta = full_tensors(engine, "ema"), full_tensors(engine, "train")
+    equal = [torch.equal(got[name], average[name]) for name in average]
+    differs = [not torch.equal(got[name], theta[name]) for name in average]
+    return {"equal": all(equal), "moved": any(differs), "names": names, "num": len(average)}
+
+
+@SOME
+def test_average_is_exactly_that_of_the_gathered_masters(two_ranks, stage, dtype, lora):
+    every = 1 if dtype == "float32" else 2
+    main, other = two_ranks.run(follow_gathered_masters, config=stage, lora=lora, dtype=dtype, every=every)
+    assert main["num"] == (18 if lora else 85)
+    assert main["equal"]
+    assert main["moved"]
+    assert other["num"] == 0, "only rank 0 gets tensors"
+    assert main["names"] == other["names"]
+
+
+def whole_tensors(config, lora):
+    return full_tensors(build(config, lora=lora, policies=()), "train")
+
+
+@STAGES
+def test_full_tensors_before_training_are_the_module_s_own(two_ranks, stage):
+    want = small_sd3().state_dict()
+    got, nothing = two_ranks.run(whole_tensors, config=stage, lora=False)
+    assert nothing == {}
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@STAGES
+def test_lora_tensors_have_no_adapter_name_and_start_at_zero_effect(two_ranks, stage):
+    got, _ = two_ranks.run(whole_tensors, config=stage, lora=True)
+    assert len(got) == 2 * 9  # A and B of to_q, to_v, to_out.0 in two attentions of block 0 and one of block 1
+    assert got["transformer_blocks.0.attn.to_q.lora_A.weight"].shape == (4, 32)
+    assert all(bool((tensor == 0).all()) == ("lora_B" in name) for name, tensor in got.items())
+
+
+def refusals_of(attempts, kind):
+    """Messages of those attempts that raised this kind of error."""
+    messages = []
+    for attempt in attempts:
+        try:
+            attempt()
+        except kind as error:
+            messages.append(str(error))
+    return messages
+
+
+def trainable_names(engine):
+    return [name for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
+
+
+def swap_and_return(config, lora, dtype):
+    """What a swap must leave as it was, compared bit by bit on this rank; and what is refused inside one."""
+    kind = getattr(torch, dtype)
+    engine = build(config, lora=lora, accumulation=1, model={"dtype": dtype})
+    follow(engine, plain_step(engine, 0, kind))
+    with torch.no_grad():
+        before = predict(engine.forward_module, range(3), kind)
+    masters = [flat.clone() for flat in engine.shards.masters()]
+    copies = [flat.clone() for copy in engine.copies.values() for flat in copy.flats]
+    refusals, others, trainable = [], [], trainable_names(engine)
+    same_trainable = []
+    for policy in sorted(engine.policies):
+        with engine.policy(policy):
+            others.append(predict(engine.forward_module, range(3), kind))
+            same_trainable.append(trainable_names(engine) == trainable)
+            attempts = (
+                lambda: engine.backward(before.sum(), 1),
+                engine.step,
+                lambda: engine.policy("train").__enter__(),
+                lambda: engine.update_policy("old", 0.5),
+            )
+            refusals += refusals_of(attempts, RuntimeError)
+    with torch.no_grad():
+        after = predict(engine.forward_module, range(3), kind)
+    same_masters = all(map(torch.equal, engine.shards.masters(), masters))
+    same_copies = all(map(torch.equal, [f for c in engine.copies.values() for f in c.flats], copies))
+    return {
+        "same": [torch.equal(before, after), same_masters, same_copies, plain_step(engine, 1, kind).applied],
+        "same_trainable": [*same_trainable, trainable_names(engine) == trainable],
+        "differ": [not torch.equal(before, output) for output in others],
+        "gradient": [not output.requires_grad for output in others],
+        "refusals": refusals,
+    }
+
+
+@SOME
+def test_swap_leaves_no_trace_and_nothing_trains_inside(two_ranks, stage, dtype, lora):
+    for part in two_ranks.run(swap_and_return, config=stage, lora=lora, dtype=dtype):
+        assert all(part["same"])
+        assert all(part["same_trainable"])
+        assert all(part["differ"])
+        assert all(part["gradient"])
+        assert len(part["refusals"]) == 3 * 4
+        assert all("inside policy(" in text for text in part["refusals"])
+
+
+def swap_after_step(config, refresh):
+    """The output of ref directly after a step, and that of the module before any."""
+    engine = build(config, lora=False, accumulation=1)
+    with torch.no_grad():
+        initial = predict(engine.forward_module, range(3))
+    if not refresh:
+        wfm_ds.policy.refresh_persistent = lambda parameters: None
+    plain_step(engine, 0)
+    with engine.policy("ref"):
+        return {"initial": initial, "ref": predict(engine.forward_module, range(3))}
+
+
+def test_swap_directly_after_a_step_shows_the_initial_weights(two_ranks, tmp_path):
+    config = str(zero3_with_threshold(tmp_path, 100_000))
+    for part in two_ranks.run(swap_after_step, config=config, refresh=True):
+        assert torch.equal(part["ref"], part["initial"])
+
+
+def test_without_refresh_persistent_parameters_would_show_old_weights(two_ranks, tmp_path):
+    config = str(zero3_with_threshold(tmp_path, 100_000))
+    for part in two_ranks.run(swap_after_step, config=config, refresh=False):
+        assert float((part["ref"] - part["initial"]).abs().max()) > 1e-3
+    two_ranks.stop()  # their refresh_persistent is gone; the next run starts others
+
+
+def copy_policies(config, lora):
+    """Decay 0 copies, decay .5 goes half the way; unknown names are refused."""
+    engine = build(config, lora=lora, policies={"old"}, accumulation=1)
+    first = full_tensors(engine, "old")
+    plain_step(engine, 0)
+    engine.update_policy("old", 0.5)
+    half, theta = full_tensors(engine, "old"), full_tensors(engine, "train")
+    engine.update_policy("old", 0.0)
+    whole = full_tensors(engine, "old")
+    attempts = (
+        lambda: engine.update_policy("ema", 0.5),
+        lambda: engine.update_policy("ref", 0.5),
+        lambda: engine.policy("ref").__enter__(),
+        lambda: next(engine.named_full_tensors("rel")),
+    )
+    return {
+        "copied": [torch.equal(whole[n], theta[n]) for n in theta],
+        "middle": [torch.allclose(half[n], (first[n] + theta[n]) / 2, rtol=0, atol=1e-7) for n in theta],
+        "refusals": refusals_of(attempts, ValueError),
+    }
+
+
+@pytest.mark.parametrize(("stage", "lora"), [("zero2", True), ("zero3", False)])
+def test_old_policy_moves_by_its_decay(two_ranks, stage, lora):
+    parts = two_ranks.run(copy_policies, config=stage, lora=lora)
+    for part in parts:
+        assert all(part["copied"])
+        assert all(part["middle"])
+        assert len(part["refusals"]) == 4
+        assert part["refusals"][0] == "this engine has the policies train old, not ema"
+    assert parts[0]["copied"]

@@ -1,0 +1,151 @@
+"""Two steps of each tiny recipe, and of each algorithm on each family. Each full-size recipe has a tiny twin."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from clips import write_clip
+from distributed.exports import assert_all_steps_taken, assert_loads, assert_trained
+from distributed.resuming import train_on_rank
+from families import CASES
+from wfm_ds import recipe_file
+from wfm_ds.derived import derive
+from wfm_ds.models.tiny import FAMILIES
+
+RECIPES = Path(__file__).parent.parent.parent / "recipes"
+TINY = sorted((RECIPES / "tiny").glob("*.yaml"))
+SHORT = [
+    "run.steps=2",
+    "sampling.eval_steps=1",
+    "validation.every=0",
+    "validation.at_start=false",
+    "validation.num_prompts=1",
+    "logging.console=false",
+]
+# full-size recipe: its tiny twin
+TWINS = {
+    "sd3_image_sft": "sd3_sft",
+    "sd3_image_sft_lora": "sd3_sft_lora",
+    "sd3_nft": "sd3_nft",
+    "sd3_flow_grpo": "sd3_flow_grpo",
+    "sd3_flow_grpo_fast": "sd3_flow_grpo_fast",
+    "sd3_mix_grpo": "sd3_mix_grpo",
+    "sd3_dance_grpo": "sd3_dance_grpo",
+    "sana_image_sft": "sana_image_sft",
+    "sana_image_sft_lora": "sana_image_sft_lora",
+    "sana_image_nft": "sana_image_nft",
+    "sana_video_sft": "sana_video_sft",
+    "sana_video_sft_lora": "sana_video_sft_lora",
+    "sana_video_nft": "sana_video_nft",
+    "cp_sft": "cosmos25_sft",
+    "cp_sft_lora": "cosmos25_sft_lora",
+    "cp_nft": "cosmos25_nft",
+    "cp_nft_480p": "cosmos25_nft",
+    "cp_flow_grpo": "cosmos25_flow_grpo",
+    "cp_ddrl_2b": "cosmos25_ddrl",
+    "cp_ddrl_14b": "cosmos25_ddrl",
+    "cp_mock": "cosmos25_mock",
+    "wan_sft_lora": "wan_sft_lora",
+    "wan_nft": "wan_nft",
+    "wan22_sft_lora": "wan22_sft_lora",
+}
+# algorithm: the tiny recipe whose settings it has on every family
+BASE = {"sft": "wan_sft_lora", "nft": "sd3_nft", "flow_grpo": "sd3_flow_grpo", "ddrl": "sd3_ddrl"}
+PAIRED = {"sft", "ddrl"}
+KINDS = [("sft", "full"), ("sft", "lora"), ("nft", "full"), ("nft", "lora"), ("flow_grpo", "lora"), ("ddrl", "lora")]
+FAST = {
+    *(("sft", "full", family) for family in ("cosmos25", "sana", "sana_video")),
+    *(("nft", "lora", family) for family in ("cosmos25", "sana", "sana_video")),
+    ("sft", "lora", "wan22"),
+}
+MATRIX = [(*kind, family) for family in FAMILIES if family != "digits" for kind in KINDS]  # digits is an SD3
+SMALL_GROUPS = ["rollout.group_size=2", "reward.functions=[{name: jpeg_compressibility}]"]
+CHANGES = {
+    "sft": [],
+    "nft": SMALL_GROUPS,
+    "flow_grpo": SMALL_GROUPS,
+    "ddrl": [*SMALL_GROUPS, "algorithm.train_on=[0, 1, 2, 3]"],  # noise levels of both experts of Wan 2.2
+}
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory):
+    """{data.path in a recipe: a folder with what it is about}"""
+    from wfm_ds.data.digits import write_digits
+
+    folder = tmp_path_factory.mktemp("media")
+    write_digits(folder / "digits")
+    (folder / "clips").mkdir()
+    for i in range(3):
+        write_clip(folder / "clips" / f"{i}.mp4", size=(64, 64))
+        (folder / "clips" / f"{i}.json").write_text(json.dumps({"prompt": f"fade number {i}"}))
+    return {
+        "outputs/digits/images": folder / "digits" / "images",
+        "outputs/clips": folder / "clips",
+        "recipes/tiny/prompts/colors": RECIPES / "tiny" / "prompts" / "colors",
+    }
+
+
+@pytest.fixture
+def run(one_rank, tiny_pipelines, media, tmp_path):
+    """Runs a tiny recipe briefly, on this family's pipeline unless the recipe's own; (its export, pipeline, family)."""
+
+    def run(path, *overrides, family=None, data=None):
+        recipe = recipe_file.load(path, overrides)
+        family = family or recipe.model.path.removeprefix("tiny:")
+        places = [f"run.output_dir={tmp_path / 'out'}", f"model.path={tiny_pipelines(family)}"]
+        places += [f"data.path={media[data or recipe.data.path]}"]
+        if recipe.validation.path is not None:
+            places.append(f"validation.path={media[recipe.validation.path]}")
+        held_out = [] if recipe.is_rl else ["validation.num_images=1"]
+        words = [*places, *SHORT, *held_out, *overrides]
+        outcome = one_rank.run(train_on_rank, recipe=str(path), overrides=words)[0]
+        assert (outcome["status"], outcome["step"]) == ("finished", 2)
+        assert_all_steps_taken(tmp_path / "out", derive(recipe_file.load(path, words), 1).total_updates)
+        return tmp_path / "out" / "safetensors" / "step_2", tiny_pipelines(family), family
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", TINY, ids=lambda path: path.stem)
+def test_a_tiny_recipe_trains_and_plain_diffusers_loads_what_it_exports(path, run):
+    result = run(path)
+    assert_trained(*result, more_than=0)
+    assert_loads(*result)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kind", "family"),
+    [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in MATRIX],
+)
+def test_each_algorithm_trains_each_family_and_all_that_it_should(algorithm, kind, family, run):
+    case = CASES[family]
+    height, width, num_frames = case.size
+    overrides = [
+        f"sampling.height={height}",
+        f"sampling.width={width}",
+        f"sampling.num_frames={num_frames}",
+        f"model.guardrail={case.load_options.get('guardrail', 'stock')}",
+        "lora=null" if kind == "full" else "lora={rank: 4, alpha: 8}",
+        "optimizer.lr=1e-2",
+        "optimizer.weight_decay=0",
+        "ema=null",
+        *CHANGES[algorithm],
+    ]
+    data = None
+    if algorithm in PAIRED:
+        data = "outputs/digits/images" if num_frames == 1 else "outputs/clips"
+        overrides += ["data.max_upscale=8", f"algorithm.max_num_conditional_frames={int(case.given is not None)}"]
+    path = RECIPES / "tiny" / f"{BASE[algorithm]}.yaml"
+    assert_trained(*run(path, *overrides, family=family, data=data), more_than=1e-4)
+
+
+@pytest.mark.parametrize("name", sorted(TWINS.keys() | {path.stem for path in RECIPES.glob("*.yaml")}))
+def test_a_full_size_recipe_is_shared_out_over_eight_ranks_and_has_a_tiny_twin(name):
+    recipe = recipe_file.load(RECIPES / f"{name}.yaml")
+    shares = derive(recipe, 8)
+    assert shares.samples_per_rank * 8 == shares.samples_per_step
+    twin = recipe_file.load(RECIPES / "tiny" / f"{TWINS[name]}.yaml")
+    assert (twin.algorithm.name, twin.lora is None) == (recipe.algorithm.name, recipe.lora is None)

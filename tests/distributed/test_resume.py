@@ -1,0 +1,156 @@
+"""Runs that are stopped and continued by the same recipe are, bit by bit, runs that were never stopped."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from distributed.resuming import CASES, SLOW, STEPS, assert_equal_runs, records, settings, train_on_rank, weights
+from distributed.test_runs import assert_same_runs
+from distributed.training import build, full_tensors, plain_step
+from wfm_ds.checkpoint.cuts import file_name
+from wfm_ds.checkpoint.state import capture, read_state
+from wfm_ds.checkpoint.target import ExportTarget
+from wfm_ds.data.digits import write_digits
+from wfm_ds.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """Every tenth image is broken: what is known of them belongs to a checkpoint."""
+    folder = tmp_path_factory.mktemp("digits")
+    write_digits(folder)
+    for image in sorted((folder / "images").glob("*.png"))[::10]:
+        image.write_bytes(b"")
+    return folder
+
+
+def names(folder):
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("case", "stop_at"),
+    [
+        *((case, 2) for case in CASES if case not in SLOW),
+        *(pytest.param(case, 2, marks=pytest.mark.slow) for case in SLOW),
+        ("sft lora zero2", 0),
+    ],
+)
+def test_a_stopped_and_continued_run_equals_one_that_was_never_stopped(
+    case, stop_at, two_ranks, tiny_pipelines, digits, tmp_path
+):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    sources = {"model": tiny_pipelines("sd3"), "digits": digits}
+    two_ranks.run(train_on_rank, **settings(case, whole, **sources))
+    assert not (whole / "checkpoints").exists()  # checkpoint.every is 0
+    if case.startswith("sft"):
+        steps = [record for record in records(whole) if "sft/loss" in record]
+        broken = [sum(value for tag, value in step.items() if tag.startswith("data/bad/")) for step in steps]
+        assert 0 < broken[1] < broken[3]  # counters never begin anew
+    for result in two_ranks.run(train_on_rank, **settings(case, parts, **sources), stop_at=stop_at):
+        assert (result["status"], result["step"]) == ("preempted", stop_at)
+    assert json.loads((parts / "result.json").read_text())["status"] == "preempted"
+    assert names(parts / "checkpoints") == ["LATEST", f"step_{stop_at}"]
+    for result in two_ranks.run(train_on_rank, **settings(case, parts, **sources)):
+        assert (result["status"], result["step"]) == ("finished", STEPS)
+    assert_equal_runs(parts, whole)
+
+
+def test_a_run_begins_in_a_new_folder_from_a_checkpoint_at_the_interval(two_ranks, tiny_pipelines, digits, tmp_path):
+    whole, branch = tmp_path / "whole", tmp_path / "branch"
+    sources = {"model": tiny_pipelines("sd3"), "digits": digits}
+    saving = ["checkpoint.every=3", "checkpoint.keep=5"]
+    two_ranks.run(train_on_rank, **settings("sft lora zero2", whole, **sources, changes=saving), save_at=1)
+    # Asked for, at the interval, and the last step.
+    assert names(whole / "checkpoints") == ["LATEST", "step_1", "step_3", "step_4"]
+    begin = settings("sft lora zero2", branch, **sources, changes=[f"run.resume={whole / 'checkpoints' / 'step_3'}"])
+    two_ranks.run(train_on_rank, **begin, stop_at=0)  # asked to stop before its first step: saved all the same
+    assert names(branch / "checkpoints") == ["LATEST", "step_3"]
+    two_ranks.run(train_on_rank, **begin)
+    before = next(i for i, record in enumerate(records(whole)) if record["step"] == 4)
+    assert records(branch) == records(whole)[before:]
+    ours, theirs = weights(branch, STEPS), weights(whole, STEPS)
+    assert all(ours[name].equal(tensor) for name, tensor in theirs.items())
+
+
+@pytest.mark.parametrize(
+    ("case", "alone"),
+    [
+        ("nft lora zero2", ["engine.deepspeed=zero3"]),
+        pytest.param("nft full zero3", ["engine.deepspeed=zero1"], marks=pytest.mark.slow),
+        pytest.param("sft lora zero2", ["engine.gradient_accumulation=4"], marks=pytest.mark.slow),
+        ("sft full zero3", ["engine.deepspeed=zero2", "engine.gradient_accumulation=4", "model.dtype=float32"]),
+    ],
+)
+def test_other_ranks_and_another_zero_stage_continue_a_run(
+    case, alone, one_rank, two_ranks, tiny_pipelines, digits, tmp_path
+):
+    """Two ranks, then one that cuts the states otherwise, then two again."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    sources = {"model": tiny_pipelines("sd3"), "digits": digits}
+    smooth = ["optimizer.eps=1e-4", "model.dtype=float32"]
+    two_ranks.run(train_on_rank, **settings(case, whole, **sources, changes=smooth))
+    two_ranks.run(train_on_rank, **settings(case, parts, **sources, changes=smooth), stop_at=1)
+    one_rank.run(train_on_rank, **settings(case, parts, **sources, changes=[*smooth, *alone]), stop_at=2)
+    two_ranks.run(train_on_rank, **settings(case, parts, **sources, changes=smooth))
+    assert_same_runs(whole, parts)
+
+
+def state_read_back(folder, damage):
+    """The message of what `read_state` raises: of a file that was damaged, or for an engine that is cut otherwise."""
+    engine, folder = build("zero2", lora=True), Path(folder)
+    if engine.world.is_main:
+        folder.mkdir()
+    engine.world.barrier()
+    capture(engine, {"step": 5}, ExportTarget(Path("unused"), ("transformer",)), torch.float32).write(folder)
+    if damage == "bytes" and engine.world.rank == 1:
+        path = folder / file_name(1)
+        path.write_bytes(bytes(path.stat().st_size))
+    targets = ["to_q", "to_k", "to_out.0"] if damage == "targets" else None
+    other = build("zero2", lora=True, targets=targets)
+    try:
+        return str(read_state(other, folder, 2))
+    except UserError as error:
+        return str(error)
+
+
+def reference_read_back(folder):
+    """What a checkpoint of a full run names, and whether a new engine's policies are those that it was taken of."""
+    engine, folder = build("zero2", lora=False, policies={"old", "ref"}), Path(folder)
+    for step in range(2):
+        engine.update_policy("old", 0.0)
+        plain_step(engine, step)
+    if engine.world.is_main:
+        folder.mkdir()
+    engine.world.barrier()
+    capture(engine, {}, ExportTarget(Path("unused"), ("transformer",)), torch.float32).write(folder)
+    engine.world.barrier()
+    other = build("zero2", lora=False, policies={"old", "ref"})
+    read_state(other, folder, 2)
+    equal = {}
+    for policy in ("train", "old", "ref"):
+        before, after = full_tensors(engine, policy), full_tensors(other, policy)
+        equal[policy] = all(torch.equal(before[name], after[name]) for name in before)
+    return sorted(engine.states()), equal, [engine.distance("old"), engine.distance("ref")]
+
+
+def test_the_frozen_reference_is_the_base_model_and_not_stored(two_ranks, tmp_path):
+    for states, equal, distances in two_ranks.run(reference_read_back, folder=str(tmp_path / "state")):
+        assert states == ["old", "optimizer.exp_avg", "optimizer.exp_avg_sq", "optimizer.step", "train"]
+        assert equal == {"train": True, "old": True, "ref": True}
+        assert 0 < distances[0] < distances[1]
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (None, "{'step': 5}"),
+        ("bytes", "wfm_rank00001.safetensors cannot be read"),
+        ("targets", "holds other trained weights than this run has: it is of another model"),
+    ],
+)
+def test_states_that_cannot_be_used_are_refused_by_all_ranks(two_ranks, tmp_path, damage, said):
+    for message in two_ranks.run(state_read_back, folder=str(tmp_path / "state"), damage=damage):
+        assert said in message

@@ -1,0 +1,285 @@
+"""Whole runs, rollouts and rewards included, on two ranks against the same recipe on one: what the ranks share out is
+the work, not the result."""
+
+import json
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from forward_counts import counted, predicted
+
+ROOT = Path(__file__).parent.parent.parent
+# AdamW's first steps divide by the gradient's size: a larger eps keeps rounding errors of tiny gradients small.
+COMMON = ["optimizer.eps=1e-4", "optimizer.lr=3e-2", "run.steps=3", "logging.console=false"]
+OLD = "algorithm.old_decay={initial: 0.6, slope: 0, max: 0.6}"  # so that old differs from the trained policy
+NFT = {
+    "lora zero2": ["engine.deepspeed=zero2", "lora={rank: 4, alpha: 8}"],
+    "lora zero3": ["engine.deepspeed=zero3", "lora={rank: 4, alpha: 8}"],
+    "full zero2": ["engine.deepspeed=zero2", "lora=null"],
+    "full zero3": ["engine.deepspeed=zero3", "lora=null"],
+}
+GRPO = {
+    "lora, reference, guidance": ("sd3_flow_grpo", []),
+    "window, recomputed": ("sd3_flow_grpo_fast", ["algorithm.old_log_prob=recompute", "engine.max_forward_batch=3"]),
+    "moving window, guard, full zero3": (
+        "sd3_mix_grpo",
+        ["algorithm.guard=true", "algorithm.guard_reweight=false", "lora=null", "engine.deepspeed=zero3"],
+    ),
+    "same noise, best and worst, shares": ("sd3_dance_grpo", ["engine.deepspeed=zero2"]),
+}
+
+
+def train_on_rank(recipe, overrides):
+    """One rank's part of a run, up to its outcome."""
+    from wfm_ds import recipe_file
+    from wfm_ds.lifecycle import StopFlag
+    from wfm_ds.train import Ending, prepare_and_train
+    from wfm_ds.world import World
+
+    world = World.join()
+    loaded = recipe_file.load(Path(recipe), overrides)
+    outcome = prepare_and_train(loaded, world, StopFlag(), Ending(loaded.run.output_dir, world))
+    return {"status": outcome.status, "step": outcome.step}
+
+
+def records(folder):
+    """Metrics by line, without times and speeds, and without what counts one rank's own micro-batches."""
+    own = ("time", "perf/")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(own) and "seconds" not in k} for line in lines]
+
+
+def weights(folder):
+    files = sorted((folder / "safetensors").rglob("*.safetensors"))
+    kept = [f for f in files if f.parent.name in ("lora", "transformer")]
+    return {f"{f.parent.name}/{name}": tensor for f in kept for name, tensor in load_file(f).items()}
+
+
+def assert_same_runs(one, two, *, relative=1e-4):
+    for expected, got in zip(records(one), records(two), strict=True):
+        assert got == pytest.approx(expected, rel=relative, abs=1e-5)
+    expected, got = weights(one), weights(two)
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (got[name] - tensor).abs().max() <= 1e-5, name
+
+
+@pytest.fixture
+def both(one_rank, two_ranks, tiny_pipelines, tmp_path):
+    """Runs a tiny recipe with these overrides on one rank into tmp_path/one and on two into tmp_path/two, and checks
+    that both do the forwards which the recipe asks for, step by step, unless samples may drop out."""
+
+    def run(name, *overrides, all_train=True):
+        for ranks, where in ((one_rank, "one"), (two_ranks, "two")):
+            ranks.run(
+                train_on_rank,
+                recipe=str(ROOT / "recipes" / "tiny" / f"{name}.yaml"),
+                overrides=[
+                    f"run.output_dir={tmp_path / where}",
+                    f"model.path={tiny_pipelines('sd3')}",
+                    f"data.path={ROOT / 'recipes' / 'tiny' / 'prompts' / 'colors'}",
+                    *COMMON,
+                    *overrides,
+                ],
+            )
+        for world_size, where in enumerate(("one", "two"), 1):
+            assert not all_train or counted(tmp_path / where) == predicted(tmp_path / where, world_size)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "case", [c if c in ("lora zero2", "full zero3") else pytest.param(c, marks=pytest.mark.slow) for c in NFT]
+)
+def test_nft_on_two_ranks_is_nft_on_one(case, both, tmp_path):
+    both("sd3_nft", "engine.guard=true", OLD, *NFT[case])
+    steps = [r for r in records(tmp_path / "one") if "loss/total" in r]
+    # All policies differ, so that equality says something.
+    assert min(steps[-1][tag] for tag in ("kl/ref", "nft/old_deviation", "nft/old_ref_deviation")) > 1e-5
+    assert_same_runs(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.parametrize("case", [c if i < 1 else pytest.param(c, marks=pytest.mark.slow) for i, c in enumerate(GRPO)])
+def test_flow_grpo_on_two_ranks_is_flow_grpo_on_one(case, both, tmp_path):
+    name, overrides = GRPO[case]
+    common = ["engine.guard=true", "optimizer.lr=3e-3", "algorithm.clip_ratio=0.03"]
+    both(name, *common, *overrides, all_train=name != "sd3_dance_grpo")
+    updates = [r for r in records(tmp_path / "one") if "loss/total" in r]
+    assert [r["step"] for r in updates] == [1, 2, 3, 4, 5, 6]
+    first, later = updates[::2], updates[1::2]
+    assert {r["policy/ratio_max_abs_dev"] for r in first} == {0.0}
+    assert max(r["policy/ratio_start_abs_dev"] for r in first) < 1e-6
+    assert min(r["policy/ratio_max_abs_dev"] for r in later) > 1e-5
+    assert_same_runs(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.slow
+def test_each_expert_gets_as_many_micro_batches_on_every_rank(both, tiny_pipelines, tmp_path):
+    # Each sample trains on three of six noise levels of its own: ranks have unequally many of each expert.
+    both(
+        "sd3_nft",
+        "engine.guard=true",
+        f"model.path={tiny_pipelines('wan22')}",
+        "sampling.num_frames=5",
+        "sampling.steps=6",
+        "engine.micro_batch_size=3",
+        "lora={rank: 4, alpha: 8}",
+        OLD,
+        all_train=False,
+    )
+    assert_same_runs(tmp_path / "one", tmp_path / "two")
+
+
+def test_updates_of_a_rollout_and_guidance_are_shared_out_too(both, tmp_path):
+    both(
+        "sd3_nft",
+        "algorithm.updates_per_rollout=2",
+        "sampling.guidance_scale=2.5",
+        "engine.micro_batch_size=3",
+        "engine.max_forward_batch=3",
+        "checkpoint.export_every=2",
+    )
+    assert [r["step"] for r in records(tmp_path / "one") if "loss/total" in r] == [1, 2, 3, 4, 5, 6]
+    assert sorted(f.name for f in (tmp_path / "one" / "safetensors").iterdir()) == ["step_2", "step_3"]
+    assert_same_runs(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.slow
+def test_videos_are_rewarded_shown_and_drawn_again_from_the_export(both, tiny_pipelines, tmp_path):
+    both(
+        "sd3_nft",
+        f"model.path={tiny_pipelines('wan21')}",
+        "sampling.num_frames=5",
+        "sampling.fps=8",
+        "sampling.guidance_scale=2.5",
+        "reward.functions=[{name: motion}, {name: color, options: {frames: 'uniform:2'}}]",
+        "sampling.eval_steps=2",
+        "validation.at_start=false",
+        "engine.max_forward_batch=4",
+    )
+    one, two = (tmp_path / name / "samples" / "step_3" for name in ("one", "two"))
+    assert_same_runs(tmp_path / "one", tmp_path / "two")
+    rows = [json.loads(line) for line in (two / "samples.jsonl").read_text().splitlines()]
+    assert all(row["fps"] == 8.0 and row["rewards"]["motion"] > 0 and row["rewards"]["color"] > 0 for row in rows)
+    for row in rows:
+        assert frames_of(two / row["file"]).shape == (5, 32, 32, 3)
+        assert np.abs(frames_of(two / row["file"]) - frames_of(one / row["file"])).mean() < 1
+    drawn = drawn_again(tmp_path / "one", tmp_path / "drawn", tiny_pipelines("wan21"))
+    assert drawn == {(row["prompt"], row["seed"]): (one / row["file"]).read_bytes() for row in rows}
+
+
+def frames_of(path):
+    with av.open(str(path)) as container:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]).astype(int)
+
+
+def drawn_again(run, out, base):
+    """The files that `wfm_ds.generate` makes of a video run's validation, by prompt and seed."""
+    from wfm_ds import generate
+
+    prompts = ROOT / "recipes" / "tiny" / "prompts" / "colors" / "train.txt"
+    first = out.with_suffix(".txt")  # the prompts that are validated
+    first.write_text("".join(prompts.read_text().splitlines(keepends=True)[:4]))
+    sampling = ["--steps", "2", "--guidance", "2.5", "--frames", "5", "--fps", "8", "--height", "32", "--width", "32"]
+    for seed in ("1000001", "1000002"):  # validation denoises all prompts of a seed at once
+        lora = run / "safetensors" / "step_3" / "lora"
+        where = ["--model", str(base), "--lora", str(lora), "--prompts", str(first), "--out", str(out / seed)]
+        assert generate.main([*where, *sampling, "--seeds", seed, "--batch", "4"]) == 0
+    found = [(f.parent, json.loads(line)) for f in out.glob("*/samples.jsonl") for line in f.read_text().splitlines()]
+    return {(row["prompt"], row["seed"]): (folder / row["file"]).read_bytes() for folder, row in found}
+
+
+@pytest.mark.parametrize("scratch", ["pretrained", "random"])
+def test_sft_does_not_depend_on_how_the_global_batch_is_cut(scratch, one_rank, two_ranks, tiny_pipelines, tmp_path):
+    from wfm_ds.data.digits import write_digits
+
+    write_digits(tmp_path / "digits")
+    cuts = {  # 12 images an optimizer step
+        "one": (one_rank, ["engine.micro_batch_size=4", "engine.gradient_accumulation=3"]),
+        "two": (two_ranks, ["engine.micro_batch_size=3", "engine.gradient_accumulation=2"]),
+    }
+    for name, (ranks, cut) in cuts.items():
+        ranks.run(
+            train_on_rank,
+            recipe=str(ROOT / "recipes" / "tiny" / "sd3_sft.yaml"),
+            overrides=[
+                f"run.output_dir={tmp_path / name}",
+                f"model.path={tiny_pipelines('sd3')}",
+                f"model.denoiser_init={scratch}",
+                f"data.path={tmp_path / 'digits' / 'images'}",
+                "algorithm.stratified=true",
+                "validation.holdout=0.01",
+                "validation.num_images=5",
+                "logging.sample_every=1",
+                *COMMON,
+                *cut,
+            ],
+        )
+    assert sorted(f.name for f in (tmp_path / "two" / "samples").iterdir()) == [f"step_{n}" for n in range(4)]
+    assert_same_runs(tmp_path / "one", tmp_path / "two")
+
+
+def test_broken_images_are_skipped_alike_on_any_number_of_ranks_and_counted(
+    one_rank, two_ranks, tiny_pipelines, tmp_path
+):
+    from wfm_ds.data.digits import write_digits
+
+    write_digits(tmp_path / "digits")
+    for name in ("0003", "0200", "0650"):
+        (tmp_path / "digits" / "images" / f"{name}.png").write_bytes(b"not a picture")
+    for name, ranks, micro in (("one", one_rank, 150), ("two", two_ranks, 75)):
+        ranks.run(
+            train_on_rank,
+            recipe=str(ROOT / "recipes" / "tiny" / "sd3_sft.yaml"),
+            overrides=[
+                f"run.output_dir={tmp_path / name}",
+                f"model.path={tiny_pipelines('sd3')}",
+                f"data.path={tmp_path / 'digits' / 'images'}",
+                f"engine.micro_batch_size={micro}",
+                "validation.at_start=false",
+                "validation.every=0",
+                "validation.num_images=2",
+                "run.steps=3",  # 900 positions: every image at least once
+                "sampling.eval_steps=1",
+                "logging.console=false",
+            ],
+        )
+    assert_same_runs(tmp_path / "one", tmp_path / "two")
+    assert [r["data/bad/decode"] for r in records(tmp_path / "two") if "sft/loss" in r][-1] >= 2
+
+
+def test_ddrl_on_two_ranks_is_ddrl_on_one(one_rank, two_ranks, tiny_pipelines, tmp_path):
+    from wfm_ds.data.digits import write_digits
+
+    write_digits(tmp_path / "digits")
+    for name in ("0003", "0200", "0650"):
+        (tmp_path / "digits" / "images" / f"{name}.png").write_bytes(b"not a picture")
+    for name, ranks in (("one", one_rank), ("two", two_ranks)):
+        ranks.run(
+            train_on_rank,
+            recipe=str(ROOT / "recipes" / "tiny" / "sd3_ddrl.yaml"),
+            overrides=[
+                f"run.output_dir={tmp_path / name}",
+                f"model.path={tiny_pipelines('sd3')}",
+                f"data.path={tmp_path / 'digits' / 'images'}",
+                "data.shuffle=false",  # the third image of the data is broken
+                "engine.guard=true",
+                "engine.micro_batch_size=2",
+                "rollout.prompts_per_step=3",  # the second group is on both ranks
+                "rollout.group_size=2",
+                "algorithm.data_beta=0.5",
+                "algorithm.data_on_first_only=true",
+                "algorithm.kl_beta=0.1",
+                "algorithm.update_ref_every=2",
+                "validation.at_start=false",
+                *COMMON,
+            ],
+        )
+    steps = [r for r in records(tmp_path / "one") if "loss/total" in r]
+    assert steps[0]["loss/kl"] < 1e-12 < 1e-6 < steps[1]["loss/kl"]  # the reference is what the run began with
+    assert steps[2]["loss/kl"] == 0  # and has moved to the second step's
+    assert [r["data/bad/decode"] for r in steps] == [1, 1, 1]
+    assert_same_runs(tmp_path / "one", tmp_path / "two")

@@ -1,0 +1,327 @@
+"""The command as a user types it, and everything that it leaves behind."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from PIL import Image
+
+from wfm_ds import recipe_file
+
+ROOT = Path(__file__).parent.parent.parent
+RECIPE = "recipes/tiny/sd3_nft.yaml"
+DEADLINE_S = 240
+
+
+def command(*arguments, launcher="deepspeed"):
+    if launcher == "python":
+        return [sys.executable, *arguments]
+    script = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
+    assert script, "no deepspeed command beside the interpreter: pip install -e ."
+    return [script, *arguments]
+
+
+def run(*arguments, cwd=ROOT, **kwargs):
+    """A finished process; nothing of the test's own environment but PATH, HOME and the thread settings."""
+    kept = ("PATH", "HOME", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "HF_HUB_OFFLINE", "TMPDIR", "WFM_CACHE")
+    environment = {name: os.environ[name] for name in kept if name in os.environ}
+    return subprocess.run(
+        command(*arguments, **kwargs),
+        cwd=cwd,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The tiny recipe, by the literal command on two ranks, once for this file."""
+    folder = tmp_path_factory.mktemp("runs") / "nft"
+    process = run("--num_gpus", "2", "-m", "wfm_ds.train", RECIPE, f"run.output_dir={folder}")
+    assert process.returncode == 0, process.stdout + process.stderr
+    return folder
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_result_tells_how_the_run_ended(finished):
+    result = json.loads((finished / "result.json").read_text())
+    assert (result["status"], result["step"]) == ("finished", 2)
+    assert result["artifacts"] == {"lora": str(finished / "safetensors" / "step_2" / "lora")}
+    assert result["metrics"]["val/reward/color/mean"] > 0
+
+
+def test_resolved_recipe_is_a_recipe_with_the_same_values(finished):
+    resolved = recipe_file.load(finished / "recipe.yaml")
+    assert resolved == recipe_file.load(ROOT / RECIPE, [f"run.output_dir={finished}"])
+
+
+def test_metrics_have_a_line_per_step_and_per_evaluation(finished):
+    records = lines(finished / "metrics.jsonl")
+    assert [r["step"] for r in records if "loss/total" in r] == [1, 2]
+    assert [r["step"] for r in records if "val/reward/color/mean" in r] == [0, 2]
+
+
+def test_first_step_runs_no_forward_of_the_old_policy_and_later_ones_do(finished):
+    steps = [r for r in lines(finished / "metrics.jsonl") if "loss/total" in r]
+    # 4 samples a rank, 2 noise levels each, micro-batches of 8 terms: one forward; rollouts take 4 steps.
+    assert [r.get("perf/forwards_old") for r in steps] == [None, 1]
+    assert [r["perf/forwards_policy"] for r in steps] == [1, 1]
+    assert [r["perf/forwards_rollout"] for r in steps] == [4, 4]
+
+
+def test_every_emitted_tag_is_documented_and_nothing_else(finished):
+    emitted = {tag for record in lines(finished / "metrics.jsonl") for tag in record} - {"step", "time"}
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    table = [row.split("|")[1] for row in page.splitlines() if row.startswith("| `")]
+    documented = {
+        tag: re.compile(re.escape(tag).replace("<f>", r"[\w/]+").replace("<j>", r"\d+") + r"\Z")
+        for cell in table
+        for tag in re.findall(r"`([^`]+)`", cell)
+    }
+    assert [tag for tag in emitted if not any(p.match(tag) for p in documented.values())] == []
+    # Other algorithms' own, guidance, a clipped sum, every tenth step, and what happens at intervals do not occur in
+    # this run.
+    elsewhere = re.compile(
+        r"sft/|data/|policy/|ddrl/|loss/data|val/loss|reward/total/clipped_fraction|weights/"
+        r"|time/(data_wait|export|checkpoint|validation)|perf/forwards_(uncond|validation)"
+    )
+    silent = [tag for tag, p in documented.items() if not any(p.match(e) for e in emitted)]
+    assert [tag for tag in silent if not elsewhere.match(tag)] == []
+
+
+def test_tensorboard_holds_the_same_scalars_and_pictures(finished):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(finished / "tensorboard"), size_guidance={"images": 0})
+    events.Reload()
+    records = [r for r in lines(finished / "metrics.jsonl") if "loss/total" in r]
+    for tag in ("loss/total", "reward/color/mean", "optim/grad_norm"):
+        points = events.Scalars(tag)
+        assert [p.step for p in points] == [1, 2]
+        np.testing.assert_allclose([p.value for p in points], [r[tag] for r in records], rtol=1e-6)
+    assert [image.step for image in events.Images("samples")] == [0, 2]
+
+
+def test_every_rank_has_a_log(finished):
+    for rank in (0, 1):
+        assert "LoRA of rank 4 on 19 layers" in (finished / "logs" / f"rank_{rank}.log").read_text()
+
+
+def test_plain_diffusers_makes_the_trainers_own_pictures_from_the_export(finished):
+    """The two documented lines, nothing of ours: PNGs equal within one level of 255; the adapter matters."""
+    base = recipe_file.load(finished / "recipe.yaml").model.path
+    from wfm_ds.models import registry
+
+    pipe = DiffusionPipeline.from_pretrained(registry.resolve(base))
+    pipe.set_progress_bar_config(disable=True)
+    pipe.load_lora_weights(
+        str(finished / "safetensors" / "step_2" / "lora"), weight_name="model.safetensors", adapter_name="default"
+    )
+    assert pipe.get_active_adapters() == ["default"]
+    assert pipe.transformer.peft_config["default"].lora_alpha == 8
+    folder = finished / "samples" / "step_2"
+    for entry in lines(folder / "samples.jsonl")[:3]:
+        image = pipe(
+            entry["prompt"],
+            num_inference_steps=4,
+            guidance_scale=1.0,
+            height=32,
+            width=32,
+            max_sequence_length=16,
+            generator=torch.Generator("cpu").manual_seed(entry["seed"]),
+        ).images[0]
+        ours = np.asarray(Image.open(folder / entry["file"]), dtype=np.int16)
+        assert np.abs(np.asarray(image, dtype=np.int16) - ours).max() <= 1
+
+
+def test_generate_draws_the_runs_own_samples_from_its_export(finished, tmp_path):
+    from wfm_ds import generate
+
+    base = recipe_file.load(finished / "recipe.yaml").model.path
+    arguments = ["--prompts", str(ROOT / "recipes/tiny/prompts/colors/train.txt"), "--height", "32", "--width", "32"]
+    arguments += ["--steps", "4", "--seeds", "1000001", "1000002", "--batch", "4"]  # a rank's share of the 8 samples
+    lora = str(finished / "safetensors" / "step_2" / "lora")
+    assert generate.main(["--model", base, "--lora", lora, *arguments, "--out", str(tmp_path / "lora")]) == 0
+    assert generate.main(["--model", base, *arguments, "--out", str(tmp_path / "base")]) == 0
+    ours, theirs, bases = (drawn(f) for f in (finished / "samples" / "step_2", tmp_path / "lora", tmp_path / "base"))
+    assert all(np.array_equal(theirs[key], image) for key, image in ours.items())
+    assert not any(np.array_equal(bases[key], image) for key, image in ours.items())
+
+
+@pytest.mark.slow
+def test_generate_draws_a_full_runs_own_samples_from_its_export(tmp_path):
+    from wfm_ds import generate
+
+    recipe = ROOT / "recipes" / "tiny" / "sd3_nft_full.yaml"
+    process = run("-m", "wfm_ds.train", str(recipe), f"run.output_dir={tmp_path / 'run'}", launcher="python")
+    assert process.returncode == 0, process.stdout + process.stderr
+    resolved = recipe_file.load(tmp_path / "run" / "recipe.yaml")
+    samples = tmp_path / "run" / "samples" / f"step_{resolved.run.steps}"
+    (tmp_path / "prompts.txt").write_text("".join(f"{text}\n" for text in dict.fromkeys(p for p, _ in drawn(samples))))
+    size, seeds = resolved.sampling, resolved.validation.seeds
+    arguments = ["--height", str(size.height), "--width", str(size.width), "--steps", str(size.eval_steps)]
+    arguments += ["--seeds", *map(str, seeds), "--batch", str(len(drawn(samples)))]
+    exported = str(tmp_path / "run" / "safetensors" / f"step_{resolved.run.steps}")
+    where = ["--pipeline", exported, "--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "out")]
+    assert generate.main([*where, *arguments]) == 0
+    assert all(np.array_equal(drawn(tmp_path / "out")[key], image) for key, image in drawn(samples).items())
+
+
+def drawn(folder):
+    """The images of a folder by prompt and seed."""
+    rows = lines(folder / "samples.jsonl")
+    return {(row["prompt"], row["seed"]): np.asarray(Image.open(folder / row["file"])) for row in rows}
+
+
+def test_second_run_into_the_same_folder_is_refused_and_the_first_kept(finished):
+    before = (finished / "metrics.jsonl").read_text()
+    process = run("-m", "wfm_ds.train", RECIPE, f"run.output_dir={finished}", "run.resume=never", launcher="python")
+    assert process.returncode == 2
+    assert one_error(process).endswith("or pass --overwrite to replace that run")
+    assert (finished / "metrics.jsonl").read_text() == before
+
+
+def test_finished_run_is_not_trained_again_by_the_same_command(finished):
+    before = {path: path.read_bytes() for path in finished.glob("*.json*")}
+    process = run("--num_gpus", "2", "-m", "wfm_ds.train", RECIPE, f"run.output_dir={finished}")
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert f"{finished} holds this run, finished with step 2: nothing to do" in process.stderr
+    assert {path: path.read_bytes() for path in finished.glob("*.json*")} == before
+
+
+def test_misspelt_key_is_one_message_and_exit_code_2_from_all_ranks(tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    text = (ROOT / RECIPE).read_text().replace("timestep_fraction", "timestep_fracton")
+    recipe.write_text(text)
+    number = next(i for i, line in enumerate(text.splitlines(), 1) if "timestep_fracton" in line)
+    process = run("--num_gpus", "2", "-m", "wfm_ds.train", str(recipe), f"run.output_dir={tmp_path / 'out'}")
+    assert process.returncode == 2
+    message = one_error(process)
+    assert message.startswith(f"error: {recipe}:{number}: algorithm.timestep_fracton")
+    assert "did you mean timestep_fraction?" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_model_that_is_missing_is_one_message_and_exit_code_2_from_all_ranks(tmp_path):
+    process = run(
+        "--num_gpus", "2", "-m", "wfm_ds.train", RECIPE, "model.path=/nowhere", f"run.output_dir={tmp_path / 'out'}"
+    )
+    assert process.returncode == 2
+    assert one_error(process).startswith("error: /nowhere does not exist")
+    assert not (tmp_path / "out").exists()
+
+
+def one_error(process):
+    """The only line that starts with `error:`; no traceback beside it."""
+    output = process.stdout + process.stderr
+    assert "Traceback" not in output, output
+    found = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len(found) == 1, output
+    return found[0]
+
+
+def test_check_prints_the_numbers_and_writes_nothing(tmp_path):
+    process = run("-m", "wfm_ds.train", RECIPE, "--check", f"run.output_dir={tmp_path / 'out'}", launcher="python")
+    assert process.returncode == 0, process.stderr
+    assert "samples per step           8 (8 a rank)" in process.stdout
+    assert process.stdout.rstrip().endswith("all checks passed")
+    assert not (tmp_path / "out").exists()
+
+
+def test_request_to_stop_saves_at_a_step_boundary_and_the_same_command_goes_on(tmp_path):
+    """SIGTERM to the command: both ranks finish their step, save, export, and the command returns 0."""
+    folder = tmp_path / "out"
+    arguments = ["--num_gpus", "2", "-m", "wfm_ds.train", RECIPE, f"run.output_dir={folder}"]
+    process = subprocess.Popen(
+        command(*arguments, "run.steps=100000"),
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        seen = []
+        for line in process.stdout:
+            seen.append(line)
+            if "step 0/100000" in line:  # the loop begins
+                break
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, "".join(seen) + output
+    result = json.loads((folder / "result.json").read_text())
+    step = result["step"]
+    assert result["status"] == "preempted"
+    assert 1 <= step < 100000
+    assert (folder / "safetensors" / f"step_{step}" / "lora" / "model.safetensors").is_file()
+    assert (folder / "checkpoints" / "LATEST").read_text() == f"step_{step}\n"
+
+    continued = run(*arguments, f"run.steps={step + 2}")
+    assert continued.returncode == 0, continued.stdout + continued.stderr
+    assert f"continues after step {step} from" in continued.stderr
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["status"], result["step"]) == ("finished", step + 2)
+    steps = [r["step"] for r in lines(folder / "metrics.jsonl") if "loss/total" in r]
+    assert steps == list(range(1, step + 3))
+    assert recipe_file.load(folder / "recipe.yaml").run.steps == step + 2
+
+
+def test_error_before_the_first_step_takes_back_what_was_written(tmp_path):
+    """A reward that cannot load is known only when its service starts; then the mended recipe may start."""
+    folder = tmp_path / "out"
+    (tmp_path / "my_rewards.py").write_text(
+        "from wfm_reward.base import Range, Reward, RewardError\n"
+        "class Broken(Reward):\n"
+        "    name, media, outputs, primary = 'broken', frozenset({'image'}), {'broken': Range(0, 1)}, 'broken'\n"
+        "    def load(self):\n"
+        "        raise RewardError('the weights are not here')\n"
+        "    def score(self, batch):\n"
+        "        return []\n"
+    )
+    broken = "reward.functions=[{name: 'my_rewards:Broken'}]"
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    process = subprocess.run(
+        command("-m", "wfm_ds.train", RECIPE, f"run.output_dir={folder}", broken, launcher="python"),
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert process.returncode == 2, process.stdout + process.stderr
+    assert "the weights are not here" in one_error(process)
+    assert sorted(f.name for f in folder.iterdir() if f.name != ".lock") == ["reward"]
+
+
+def test_overwriting_checks_everything_before_it_clears_the_folder(finished):
+    process = run(
+        "-m",
+        "wfm_ds.train",
+        RECIPE,
+        f"run.output_dir={finished}",
+        "model.path=/nowhere",
+        "--overwrite",
+        launcher="python",
+    )
+    assert process.returncode == 2
+    assert (finished / "safetensors" / "step_2" / "lora" / "model.safetensors").is_file()
+    assert json.loads((finished / "result.json").read_text())["status"] == "finished"

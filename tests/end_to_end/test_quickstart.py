@@ -1,0 +1,53 @@
+"""The quickstart as `make quickstart` runs it. Slow: two trainings."""
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from wfm_ds.quickstart import spread_within_prompts
+
+
+@pytest.mark.slow
+def test_reinforcement_learning_improves_the_digits_on_held_out_seeds(tmp_path, root):
+    folder = tmp_path / "quickstart"
+    process = subprocess.run(
+        [sys.executable, "-m", "wfm_ds.quickstart", "--output", str(folder)],
+        cwd=root,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    report = (folder / "report.md").read_text()
+    before, after = map(float, re.search(r"rewarded by\) \| ([\d.]+) \| ([\d.]+) \|", report).groups())
+    assert 0.4 <= before <= 0.75
+    assert after >= before + 0.15
+    assert Image.open(folder / "before.png").size == Image.open(folder / "after.png").size
+    assert "pipe.load_lora_weights(" in report
+    (draw,) = re.findall(r"python -m wfm_ds.generate(?: .*\\\n)* .*", report)
+    words = draw.replace("\\\n", " ").split()[1:]
+    process = subprocess.run([sys.executable, *words], cwd=root, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    assert (folder / "more" / "index.html").read_text().count("<img") == 80
+
+
+def test_foreign_folder_is_never_replaced(tmp_path, root):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.txt").write_text("mine")
+    process = subprocess.run(
+        [sys.executable, "-m", "wfm_ds.quickstart", "--output", str(tmp_path)], cwd=root, capture_output=True, text=True
+    )
+    assert process.returncode != 0
+    assert "holds something else" in process.stderr
+    assert (tmp_path / "data" / "mine.txt").read_text() == "mine"
+
+
+def test_spread_is_within_prompts_and_not_between_them():
+    dark, light = np.zeros((2, 2, 3), np.uint8), np.full((2, 2, 3), 255, np.uint8)
+    assert spread_within_prompts([(dark, "a"), (dark, "a"), (light, "b"), (light, "b")]) == 0
+    assert spread_within_prompts([(dark, "a"), (light, "a")]) == 0.5

@@ -1,0 +1,125 @@
+"""Ranks that die or cannot write while they save: what was saved before stays, and the run goes on from there."""
+
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from distributed.resuming import assert_equal_runs, settings, train_on_rank, weights
+from ranks import RankError
+from wfm_ds.checkpoint import store
+from wfm_ds.data.digits import write_digits
+
+SMALL = 20_000  # bytes: no states of a rank fit
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_and_die(root, rank, moment):
+    """Save steps 1 and 2, of two files a rank; `rank` is killed just before the second `moment` is written."""
+    from wfm_ds import atomic
+    from wfm_ds.world import World
+
+    world, seen, write_text = World.join(), [], atomic.write_text
+
+    def write_or_die(path, text):
+        seen.append(path.name)
+        if world.rank == rank and seen.count(moment) == 2:
+            die()
+        write_text(path, text)
+
+    def write(folder):
+        path = folder / f"state_{world.rank}"
+        path.write_bytes(os.urandom(1000))
+        return [path]
+
+    atomic.write_text = write_or_die
+    for step in (1, 2):
+        store.Save(Path(root), step, world, write, facts={"metrics_bytes": step}, keep=2).commit()
+
+
+@pytest.mark.parametrize(
+    ("rank", "moment", "survives"),
+    [
+        (1, "rank_00001.ok", 1),  # its state is on disk, nobody knows
+        (0, "COMPLETE", 1),  # all states and lists are on disk
+        (0, "LATEST", 2),  # renamed already
+    ],
+)
+def test_rank_killed_while_saving_leaves_the_last_complete_one(two_ranks, tmp_path, rank, moment, survives):
+    with pytest.raises(RankError):
+        two_ranks.run(save_and_die, root=str(tmp_path), rank=rank, moment=moment)
+    found = store.newest(tmp_path)
+    assert (found.step, found.world_size, found.facts) == (survives, 2, {"metrics_bytes": survives})
+    two_ranks.run(save_and_die, root=str(tmp_path), rank=9, moment=moment)  # the leftovers are in nobody's way
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["LATEST", "step_1", "step_2"]
+    assert store.newest(tmp_path).step == 2
+
+
+def train_with_a_limit(recipe, overrides, step, lethal):
+    """From the save after `step` on, no file of rank 1 may grow beyond SMALL bytes; returns this rank's error.
+
+    If `lethal`, the kernel kills it in the middle of the first write that does; else that is an error, as on a full
+    disk.
+    """
+    from wfm_ds.errors import UserError
+    from wfm_ds.monitor import Monitor
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL if lethal else signal.SIG_IGN)
+    calls, progress = [], Monitor.progress
+
+    def limit_at_the_end_of(self, done, **arguments):  # the last thing that a step does before it is saved
+        calls.append(done)
+        if done == step and os.environ["RANK"] == "1":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL, hard))
+        progress(self, done, **arguments)
+
+    Monitor.progress = limit_at_the_end_of
+    try:
+        train_on_rank(recipe, overrides)
+    except UserError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        Monitor.progress = progress
+    return None
+
+
+def test_run_outlives_a_full_disk_a_killed_rank_and_a_truncated_file(two_ranks, tiny_pipelines, tmp_path):
+    """Each time the same command goes on from the checkpoint before, and in the end nothing is lost."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    write_digits(tmp_path / "digits")
+    case = {"case": "sft lora zero2", "model": tiny_pipelines("sd3"), "digits": tmp_path / "digits"}
+    two_ranks.run(train_on_rank, **settings(folder=whole, **case))
+    run = settings(folder=out, **case, changes=["checkpoint.every=1", "checkpoint.keep=2"])
+
+    messages = two_ranks.run(train_with_a_limit, **run, step=2, lethal=False)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith(f"{out}/checkpoints/step_2: the checkpoint could not be written (")
+    assert sorted(f.name for f in (out / "checkpoints").iterdir()) == ["LATEST", "step_1"]
+
+    with pytest.raises(RankError):
+        two_ranks.run(train_with_a_limit, **run, step=3, lethal=True)
+    left = sorted(f.name for f in (out / "checkpoints").iterdir())
+    assert left == ["LATEST", "step_1", "step_2", "step_3.tmp"]
+    assert not (out / "checkpoints" / "step_3.tmp" / "rank_00001.ok").exists()
+
+    two_ranks.run(train_on_rank, **run)
+    assert_equal_runs(out, whole)
+    assert sorted(f.name for f in (out / "checkpoints").iterdir()) == ["LATEST", "step_3", "step_4"]
+
+    first = weights(out, 4)
+    (out / "result.json").unlink()  # as if it had been killed before the end
+    shard = out / "checkpoints" / "step_4" / "wfm_rank00001.safetensors"
+    os.truncate(shard, shard.stat().st_size // 2)
+    two_ranks.run(train_on_rank, **run)
+    assert_equal_runs(out, whole)
+    assert all(torch.equal(first[name], tensor) for name, tensor in weights(out, 4).items())
+    assert store.newest(out / "checkpoints").step == 4

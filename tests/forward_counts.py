@@ -1,0 +1,37 @@
+"""The forwards that a recipe is predicted to run, beside those that a run of it counted."""
+
+import json
+
+import torch
+
+from wfm_ds import recipe_file
+from wfm_ds.algorithms import build_rl
+from wfm_ds.derived import derive
+from wfm_ds.forwards import added, evaluation, rl_step, sft_step
+from wfm_ds.models import registry
+
+TAG = "perf/forwards_"
+MANY = 1000  # prompts or images, more than a recipe shows
+
+
+def counted(folder):
+    """By step of the recipe in `folder`: forwards of rank 0 by purpose."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [c for line in lines if (c := {k.removeprefix(TAG): v for k, v in line.items() if k.startswith(TAG)})]
+
+
+def predicted(folder, world_size, *, num_images=0):
+    """The same of the recipe that the run in `folder` resolved."""
+    recipe = recipe_file.load(folder / "recipe.yaml")
+    derived, size = derive(recipe, world_size), recipe.sampling
+    if recipe.is_rl:
+        model = registry.load(recipe.model.path, dtype=torch.float32, device="cpu")
+        grid = model.sigmas(size.steps, model.latent_shape(size.height, size.width, size.num_frames))
+        algorithm = build_rl(recipe, grid)
+    every, steps = recipe.validation.every, []
+    for step in range(1, recipe.run.steps + 1):
+        trained = rl_step(recipe, derived, algorithm, step) if recipe.is_rl else sft_step(recipe, derived)
+        validated = evaluation(recipe, world_size, num_prompts=MANY, num_images=num_images)
+        forwards = added(trained, validated if every and step % every == 0 else {})
+        steps.append({purpose: f.calls for purpose, f in forwards.items()})
+    return steps

@@ -1,0 +1,90 @@
+"""Inputs and float64 oracles that the tests of the kernels share. A case keeps its tensors by argument name."""
+
+import torch
+
+from wfm_kernels import reference, sde_coefficients
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BACKENDS = ["torch", "triton"]
+FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+VALUE = {FP32: 2e-6, BF16: 3e-3, FP16: 1e-3}  # relative error; half precision: of one rounding to storage
+GRADIENT = {FP32: 5e-6, BF16: 3e-3, FP16: 1e-3}
+BLOCK = 2048
+# One element, primes, samples of one element, the edges of a block, several blocks, images and videos.
+SHAPES = [
+    (1, 1),
+    (1, 7),
+    (5, 1, 1, 1),
+    (3, 4, 7, 5),
+    (2, 3, 3, 5, 2),
+    (2, BLOCK - 1),
+    (1, BLOCK),
+    (1, BLOCK + 1),
+    (2, 4 * BLOCK + 13),
+]
+# Per-sample steps: the first one from sigma 1, and one in the middle; not near where a log-prob crosses 0.
+SIGMA, SIGMA_NEXT = (1.0, 0.8, 0.45, 0.7, 0.9), (0.93, 0.7, 0.25, 0.5, 0.6)
+SIGMA_MAX, ETA = 0.93, 0.7
+KINDS = ["flow_sde", "dance", "cps"]
+
+
+def normal(shape, seed, dtype=FP32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=FP64).to(dtype).to(DEVICE)
+
+
+def vector(values, count, dtype=FP32):
+    return torch.tensor([values[i % len(values)] for i in range(count)], dtype=dtype, device=DEVICE)
+
+
+def close(got, want, relative):
+    got, want = got.detach().double().cpu(), want.detach().double().cpu()
+    assert got.shape == want.shape
+    assert got.isfinite().all()
+    assert (got - want).norm() <= relative * want.norm(), ((got - want).norm() / want.norm()).item()
+
+
+def coefficients(kind, count, eta=ETA):
+    rows = [torch.tensor([values[i % 5] for i in range(count)], dtype=FP64) for values in (SIGMA, SIGMA_NEXT)]
+    return sde_coefficients(kind, *rows, eta=eta, sigma_max=SIGMA_MAX).to(DEVICE)
+
+
+def transition(shape, velocity=FP32, latents=FP32, *, guided=False, seed=0):
+    """velocity, latents, and uncond_velocity with its scale if guided."""
+    case = {"velocity": normal(shape, 3 * seed, velocity), "latents": normal(shape, 3 * seed + 1, latents)}
+    if guided:
+        case |= {"uncond_velocity": normal(shape, 3 * seed + 2, velocity), "guidance_scale": 3.5}
+    return case
+
+
+def exact_mean(kind, case, eta=ETA):
+    """Mean and std of the transition in float64; differentiable by the float64 velocities that it also returns."""
+    v = case["velocity"].detach().double().cpu().requires_grad_()
+    u = case.get("uncond_velocity")
+    u = None if u is None else u.detach().double().cpu().requires_grad_()
+    x, count = case["latents"].double().cpu(), len(v)
+    sigma, after = (torch.tensor([s[i % 5] for i in range(count)], dtype=FP64) for s in (SIGMA, SIGMA_NEXT))
+    levels = torch.full((count,), eta, dtype=FP64)
+    guided = reference.guided(v, u, case.get("guidance_scale", 1.0))
+    mean, std = reference.sde_mean_and_std(kind, x, guided, sigma, after, levels, SIGMA_MAX)
+    return mean, std, v, u
+
+
+def nft_case(shape, velocity=FP32, latents=FP32, *, ref=False, seed=0):
+    names = ["velocity", "old_velocity", "clean_latents", "noise", *["ref_velocity"] * ref]
+    case = {
+        name: normal(shape, 10 * seed + i, velocity if "velocity" in name else latents) for i, name in enumerate(names)
+    }
+    case["old_velocity"] = (case["velocity"].float() + 0.2 * case["old_velocity"].float()).to(velocity)
+    case["velocity"].requires_grad_()
+    return case | {
+        "sigma": vector((0.6, 0.2, 0.95, 1.0), shape[0]),
+        "reward_weight": vector((0.37, 1.0, 0.57, 0.0), shape[0]),
+    }
+
+
+def in_double(case):
+    """The tensors of a case in float64 on the CPU; those that want a gradient still do."""
+    exact = {name: t.detach().double().cpu() for name, t in case.items()}
+    for name, tensor in case.items():
+        exact[name].requires_grad_(tensor.requires_grad)
+    return exact

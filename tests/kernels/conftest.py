@@ -1,0 +1,25 @@
+"""Both backends of the kernels in one process: compiled on a GPU, interpreted elsewhere. Memory starts out as NaN."""
+
+import pytest
+import torch
+
+triton_backend = pytest.importorskip(
+    "wfm_kernels.triton_backend", reason="Triton is not installed", exc_type=ModuleNotFoundError
+)
+
+
+@pytest.fixture(autouse=True)
+def kernels_run(monkeypatch):
+    monkeypatch.delenv("WFM_KERNELS", raising=False)
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """What a kernel forgets to write, the assertions see as NaN."""
+    monkeypatch.setattr(
+        triton_backend,
+        "_empty",
+        lambda shape, dtype, device: torch.full(shape, float("nan"), dtype=dtype, device=device),
+    )

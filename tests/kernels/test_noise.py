@@ -1,0 +1,93 @@
+import math
+
+import pytest
+import torch
+
+from kernel_cases import BACKENDS, BF16, BLOCK, DEVICE, FP32
+from wfm_kernels import NOISE_CONTRACT, flow_noise, triton_backend, triton_kernels
+from wfm_kernels.noise import normal, philox_words
+
+SEEDS = [0, 7, -5, 2**40 + 3, 2**62, 2**63 - 1, -(2**63)]
+N = 20_000
+
+
+def draw(seeds, n, backend):
+    """The noise of these seeds, through the operator: at sigma 1 it is the noisy latents, too."""
+    seeds = torch.tensor(seeds, device=DEVICE)
+    clean = torch.zeros((len(seeds), n), device=DEVICE)
+    noisy, noise = flow_noise(clean, torch.ones(len(seeds), device=DEVICE), seeds=seeds, backend=backend)
+    assert torch.equal(noisy, noise)
+    return noise.cpu()
+
+
+def test_words_are_those_of_philox_as_published():
+    """Known answers of Philox4x32-10 for counter and key 0 (Salmon et al. 2011, Random123's kat_vectors)."""
+    words = philox_words(torch.tensor([0]), 1)[0, 0].tolist()
+    assert words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+
+
+def test_the_contract_does_not_change():
+    """If this fails, seeds mean other noise than before: raise NOISE_CONTRACT."""
+    assert NOISE_CONTRACT == 1
+    assert philox_words(torch.tensor([2**40 + 3]), 3)[0, 2].tolist() == [34154909, 2045071214, 4078692270, 1582146381]
+    want = [-2.1904447, 0.0041903, 0.8154807, 1.5128454, -0.5405782, 0.3457741]
+    assert normal(torch.tensor([7]), 6)[0].tolist() == pytest.approx(want, abs=1e-6)
+
+
+def test_kernel_and_torch_draw_the_same_integers():
+    seeds = torch.tensor(SEEDS, device=DEVICE)
+    words = torch.full((len(SEEDS), 300, 4), -1, dtype=torch.int32, device=DEVICE)
+    triton_kernels.words_kernel[(len(SEEDS),)](seeds, words, 300, BLOCK=512)
+    assert torch.equal(words.long() & 0xFFFFFFFF, philox_words(seeds, 300))
+
+
+def test_kernel_and_torch_draw_the_same_normals():
+    torch.testing.assert_close(draw(SEEDS, 5003, "triton"), draw(SEEDS, 5003, "torch"), rtol=0, atol=1e-6)
+
+
+def test_the_launch_shape_does_not_change_the_noise(monkeypatch):
+    before = draw([3, 2**35], 5000, "triton")
+    monkeypatch.setattr(triton_backend, "BLOCK", BLOCK // 4)
+    assert torch.equal(draw([3, 2**35], 5000, "triton"), before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_noise_is_of_the_seed_and_the_place_alone(backend):
+    together = draw([5, 6, 5, -1], 4099, backend)
+    assert torch.equal(together[0], together[2])
+    assert torch.equal(draw([6], 4099, backend)[0], together[1])
+    assert torch.equal(draw([-1, 5], 1001, backend), together[[3, 0], :1001])
+    assert not torch.equal(together[0], together[1])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_moments_and_correlations_are_those_of_independent_normals(backend):
+    a, b = draw([11, 12], N, backend).double()
+    for z in (a, b):
+        moments = [(z.mean(), 0, 1), ((z**2).mean(), 1, 2), ((z**3).mean(), 0, 15), ((z**4).mean(), 3, 96)]
+        for got, want, variance in moments:
+            assert abs(got - want) < 4 * math.sqrt(variance / N)
+        for lag in (1, 2, 3, 4, 5):
+            assert abs((z[:-lag] * z[lag:]).mean()) < 4 / math.sqrt(N)
+        below = torch.special.ndtr(z).sort().values
+        distance = (below - (torch.arange(N) + 0.5) / N).abs().max() + 0.5 / N
+        assert distance * math.sqrt(N) < 1.95  # Kolmogorov-Smirnov, 99.9 % quantile
+    assert abs((a * b).mean()) < 4 / math.sqrt(N)
+    assert abs((a.abs() * b.abs()).mean() - 2 / math.pi) < 4 / math.sqrt(N)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_neighbouring_seeds_are_independent_too(backend):
+    z = draw(range(64), 400, backend).double()
+    correlation = (z @ z.T / 400)[~torch.eye(64, dtype=bool)]
+    assert correlation.abs().max() < 5.5 / math.sqrt(400)
+    assert abs(correlation.mean()) < 4 / math.sqrt(400 * 64 * 63 / 2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_drawn_noise_is_float32_whatever_the_latents(backend):
+    seeds = torch.tensor([1, 2], device=DEVICE)
+    clean, sigma = torch.zeros((2, 5, 3), device=DEVICE), torch.full((2,), 0.5, device=DEVICE)
+    _, noise = flow_noise(clean.to(BF16), sigma, seeds=seeds, backend=backend)
+    assert noise.dtype == FP32
+    assert torch.equal(noise, flow_noise(clean, sigma, seeds=seeds, backend=backend)[1])

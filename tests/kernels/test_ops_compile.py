@@ -1,0 +1,176 @@
+"""What torch needs of an operator, and which backend runs."""
+
+import logging
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from kernel_cases import BACKENDS, BF16, DEVICE, FP64, coefficients, nft_case, normal, transition, vector
+from wfm_kernels import backends, flow_noise, library, nft_loss, sde_log_prob, sde_step, torch_backend
+
+CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_static")
+TRITON = [False, True]
+
+
+def seeds(count):
+    return torch.arange(count, device=DEVICE)
+
+
+@pytest.mark.parametrize("triton", TRITON)
+@pytest.mark.parametrize("guided", [False, True])
+def test_sde_operators_are_sound(guided, triton):
+    case, rows = transition((2, 3, 7), BF16, guided=guided), coefficients("cps", 2)
+    inputs = (case["velocity"], case["latents"], rows)
+    guidance = (case.get("uncond_velocity"), case.get("guidance_scale", 1.0))
+    noise = normal((2, 3, 7), 9)
+    opcheck(library.sde_step, (*inputs, None, noise, *guidance, guided, triton), test_utils=CHECKS)
+    opcheck(library.sde_step, (*inputs, seeds(2), None, *guidance, False, triton), test_utils=CHECKS)
+    case["velocity"].requires_grad_()
+    given = (case["velocity"], case["latents"], noise, rows)
+    opcheck(library.sde_log_prob, (*given, *guidance, triton), test_utils=CHECKS)
+    back = (torch.ones(2, device=DEVICE), *[t.detach() for t in given], *guidance, True, guided, triton)
+    opcheck(library.sde_log_prob_backward, back, test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("triton", TRITON)
+@pytest.mark.parametrize("ref", [False, True])
+def test_nft_operators_are_sound(ref, triton):
+    case = nft_case((2, 3, 7), ref=ref)
+    inputs = (*[t for name, t in case.items() if name != "ref_velocity"], case.get("ref_velocity"))
+    opcheck(library.nft_loss, (*inputs, 0.5, triton), test_utils=CHECKS)
+    plain = [None if t is None else t.detach() for t in inputs]
+    stats = library.nft_loss(*plain, 0.5, triton)[2]
+    ones = torch.ones(2, device=DEVICE)
+    opcheck(library.nft_loss_backward, (ones, ones if ref else None, *plain, stats, 0.5, triton), test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("triton", TRITON)
+def test_the_noise_operator_is_sound(triton):
+    clean, sigma = normal((2, 3, 7), 0, BF16), vector((0.3, 0.9), 2)
+    opcheck(library.flow_noise, (clean, sigma, seeds(2), None, triton), test_utils=CHECKS)
+    opcheck(library.flow_noise, (clean, sigma, None, normal((2, 3, 7), 1), triton), test_utils=CHECKS)
+
+
+def rollout_and_train(case, rows, nft, backend):
+    """Every operator once, forward and backward: what a compiled step would hold."""
+    step = sde_step(**case, coefficients=rows, seeds=seeds(2), backend=backend)
+    log_prob = sde_log_prob(**case, next_latents=step.next_latents, coefficients=rows, backend=backend)
+    noisy, _ = flow_noise(step.next_latents, nft["sigma"], seeds=seeds(2), backend=backend)
+    result = nft_loss(**nft, beta=0.5, backend=backend)
+    return log_prob.sum() + result.policy.sum() + noisy.sum(), step.log_prob
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiling_breaks_no_graph_and_changes_no_bit(backend):
+    outcomes = []
+    for run in (rollout_and_train, torch.compile(rollout_and_train, fullgraph=True, backend="aot_eager")):
+        case, rows, nft = transition((2, 3, 7)), coefficients("flow_sde", 2), nft_case((2, 3, 7))
+        case["velocity"].requires_grad_()
+        total, log_prob = run(case, rows, nft, backend)
+        total.backward()
+        outcomes.append([total, log_prob, case["velocity"].grad, nft["velocity"].grad])
+    for plain, compiled in zip(*outcomes, strict=True):
+        assert torch.equal(plain, compiled)
+
+
+def test_operators_never_read_a_value():
+    """On meta tensors, which have none; anything that would wait for a device raises."""
+    case = {n: t.to("meta") for n, t in transition((2, 3, 7)).items()}
+    rows = coefficients("flow_sde", 2).to("meta")
+    nft = {n: t.detach().to("meta") for n, t in nft_case((2, 3, 7), ref=True).items()}
+    ids = seeds(2).to("meta")
+    step = sde_step(**case, coefficients=rows, seeds=ids)
+    assert step.next_latents.shape == (2, 3, 7)
+    log_prob = sde_log_prob(**case, next_latents=step.next_latents, coefficients=rows)
+    noisy, noise = flow_noise(step.next_latents, nft["sigma"], seeds=ids)
+    assert log_prob.shape == nft_loss(**nft, beta=1.0).policy.shape == (2,)
+    assert noisy.shape == noise.shape == (2, 3, 7)
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Which backends computed flow_noise."""
+    from wfm_kernels import triton_backend
+
+    names = []
+    for name, module in (("torch", torch_backend), ("triton", triton_backend)):
+        original = module.flow_noise
+        monkeypatch.setattr(
+            module, "flow_noise", lambda *args, name=name, original=original: names.append(name) or original(*args)
+        )
+    return names
+
+
+def draw(**keys):
+    return flow_noise(torch.zeros(2, 3, device=DEVICE), torch.ones(2, device=DEVICE), seeds=seeds(2), **keys)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="about tensors on a CPU")
+def test_a_cpu_computes_in_torch_unless_told_otherwise(ran):
+    draw()
+    draw(backend="torch")
+    draw(backend="triton")
+    assert ran == ["torch", "torch", "triton"]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_environment_wins_over_the_argument(name, ran, monkeypatch):
+    monkeypatch.setenv("WFM_KERNELS", name)
+    for backend in ("auto", "torch", "triton"):
+        draw(backend=backend)
+    assert ran == [name] * 3
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="about tensors on a CPU")
+def test_kernels_on_a_cpu_are_for_tests_only(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ValueError, match="triton backend cannot run: the tensors are on cpu"):
+        draw(backend="triton")
+    draw()
+
+
+def test_an_unknown_backend_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match="'cuda' is no backend of the kernels; there are auto, triton, torch"):
+        draw(backend="cuda")
+    monkeypatch.setenv("WFM_KERNELS", "eager")
+    with pytest.raises(ValueError, match="'eager' is no backend"):
+        draw()
+
+
+def test_what_the_kernels_cannot_do_is_refused_when_asked_for_and_else_said_once(monkeypatch, caplog):
+    class OnGpu:  # all that the choice looks at
+        device, dtype, shape = torch.device("cuda", 0), torch.float32, (70_000, 2)
+
+        def numel(self):
+            return 140_000
+
+        def __len__(self):
+            return 70_000
+
+    with pytest.raises(ValueError, match="70000 samples of 2 elements; at most 65535"):
+        backends.use_triton("triton", OnGpu())
+    backends._warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert [backends.use_triton("auto", OnGpu()) for _ in range(3)] == [False] * 3
+    assert [r.message for r in caplog.records] == [
+        "fused kernels are off, eager torch computes instead: 70000 samples of 2 elements; at most 65535 of 2145386496"
+    ]
+    monkeypatch.setattr(OnGpu, "shape", (5, 2))
+    monkeypatch.setattr(OnGpu, "__len__", lambda self: 5)
+    assert backends.use_triton("auto", OnGpu())
+
+
+def test_tensors_of_several_devices_are_refused():
+    with pytest.raises(ValueError, match="several devices: cpu, meta"):
+        flow_noise(torch.zeros(2, 3), torch.zeros(2, device="meta"), seeds=torch.arange(2))
+
+
+def test_formulas_can_be_checked_in_float64():
+    """The torch backend computes in float64 then, to float64's precision; the kernels refuse."""
+    case = {name: t.detach().double() for name, t in nft_case((2, 3, 4), ref=True).items()}
+    case["velocity"].requires_grad_()
+    assert torch.autograd.gradcheck(lambda v: nft_loss(**case | {"velocity": v}, beta=0.5).kl, case["velocity"])
+    assert nft_loss(**case, beta=0.5).policy.dtype == FP64
+    with pytest.raises(ValueError, match="latents are float64"):
+        nft_loss(**case, beta=0.5, backend="triton")

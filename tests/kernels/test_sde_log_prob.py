@@ -1,0 +1,172 @@
+import pytest
+import torch
+
+from kernel_cases import (
+    BACKENDS,
+    BF16,
+    DEVICE,
+    FP16,
+    FP32,
+    GRADIENT,
+    SHAPES,
+    close,
+    coefficients,
+    exact_mean,
+    normal,
+    transition,
+    vector,
+)
+from wfm_kernels import reference, sde_log_prob, sde_step
+
+UPSTREAM = (1.3, -0.4, 2.0, 0.7, -1.1)  # ones would hide mixed-up samples
+
+
+def stored(case, rows):
+    z = normal(case["latents"].shape, 99)
+    return sde_step(**case, coefficients=rows, noise=z, backend="torch").next_latents
+
+
+def check(kind, case, backend):
+    """Value and gradient against float64, with an upstream gradient per sample."""
+    rows = coefficients(kind, len(case["latents"]))
+    after = stored(case, rows)
+    leaves = [t.requires_grad_() for name, t in case.items() if name in ("velocity", "uncond_velocity")]
+    log_prob = sde_log_prob(**case, next_latents=after, coefficients=rows, backend=backend)
+    upstream = vector(UPSTREAM, len(after))
+    gradients = torch.autograd.grad(log_prob, leaves, upstream)
+
+    mean, std, v, u = exact_mean(kind, case)
+    want = reference.sde_log_prob(kind, after.double().cpu(), mean, std)
+    wanted = torch.autograd.grad(want, [v] if u is None else [v, u], upstream.double().cpu())
+    assert log_prob.dtype == FP32
+    close(log_prob, want, 2e-6)
+    for leaf, got, exact in zip(leaves, gradients, wanted, strict=True):
+        assert got.dtype == leaf.dtype
+        close(got, exact, GRADIENT[leaf.dtype])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_value_and_gradients_equal_float64(shape, guided, backend):
+    check("flow_sde", transition(shape, guided=guided), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["flow_sde", "dance", "cps"])
+@pytest.mark.parametrize("dtypes", [(BF16, FP32), (FP16, FP32), (BF16, BF16), (FP16, FP16)])
+def test_value_and_gradients_in_half_precision(dtypes, kind, backend):
+    check(kind, transition((3, 4, 7, 5), *dtypes, guided=kind != "cps"), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("dtype", "relative"), [(FP32, 5e-6), (BF16, 3e-3), (FP16, 2e-2)])
+def test_gradient_through_a_clipped_policy_loss(dtype, relative, backend):
+    """The rows of one update as PPO takes it. In float16 the elements are subnormal, hence the tolerance."""
+    shape, clip = (5, 16, 11), 1e-3
+    case, rows = transition(shape, dtype), coefficients("flow_sde", 5)
+    after = stored(case, rows)
+    advantage = vector((1.5, -0.5, 0.8, -2.0, 0.3), 5)
+    drift = vector((0.0, 5e-4, 5e-3, -5e-3, -2e-4), 5)  # some ratios are clipped, some not
+    case["velocity"].requires_grad_()
+
+    def loss(log_prob, old, advantage):
+        ratio = torch.exp(log_prob - old)
+        clipped = ratio.clamp(1 - clip, 1 + clip)
+        return torch.maximum(-advantage * ratio, -advantage * clipped).mean()
+
+    log_prob = sde_log_prob(**case, next_latents=after, coefficients=rows, backend=backend)
+    loss(log_prob, (log_prob - drift).detach(), advantage).backward()
+
+    mean, std, v, _ = exact_mean("flow_sde", case)
+    exact = reference.sde_log_prob("flow_sde", after.double().cpu(), mean, std)
+    loss(exact, (exact - drift.double().cpu()).detach(), advantage.double().cpu()).backward()
+    assert (v.grad.flatten(1).abs().amax(1) > 0).tolist() == [True, True, False, False, True]
+    close(case["velocity"].grad, v.grad, relative)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_before_the_first_update_the_ratio_is_exactly_one(backend):
+    case, rows = transition((4, 3, 17, 5), BF16, guided=True), coefficients("dance", 4)
+    step = sde_step(**case, coefficients=rows, seeds=torch.arange(4, device=DEVICE), backend=backend)
+    log_prob = sde_log_prob(**case, next_latents=step.next_latents, coefficients=rows, backend=backend)
+    assert torch.exp(log_prob - step.log_prob).tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_detached_unconditional_branch_gets_no_gradient_and_changes_none(backend):
+    case, rows = transition((2, 77), guided=True), coefficients("cps", 2)
+    after = stored(case, rows)
+    case["velocity"].requires_grad_()
+    gradients = []
+    for wanted in (False, True):
+        case["uncond_velocity"].requires_grad_(wanted)
+        log_prob = sde_log_prob(**case, next_latents=after, coefficients=rows, backend=backend)
+        gradients.append(torch.autograd.grad(log_prob.sum(), case["velocity"])[0])
+    assert torch.equal(*gradients)
+    case["uncond_velocity"].requires_grad_(False)
+    only = sde_log_prob(**case, next_latents=after, coefficients=rows, backend=backend)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        torch.autograd.grad(only.sum(), case["uncond_velocity"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_without_noise_have_log_prob_zero_and_gradient_zero(backend):
+    case, rows = transition((3, 20)), coefficients("flow_sde", 3, eta=0.0)
+    case["velocity"].requires_grad_()
+    log_prob = sde_log_prob(**case, next_latents=normal((3, 20), 4), coefficients=rows, backend=backend)
+    log_prob.sum().backward()
+    assert log_prob.tolist() == [0, 0, 0]
+    assert not case["velocity"].grad.any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_gradient_reaches_latents(backend):
+    case, rows = transition((2, 9)), coefficients("cps", 2)
+    after = stored(case, rows).requires_grad_()
+    case["latents"].requires_grad_()
+    log_prob = sde_log_prob(**case, next_latents=after, coefficients=rows, backend=backend)
+    assert not log_prob.requires_grad
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_differentiating_twice_is_refused(backend):
+    case, rows = transition((2, 9)), coefficients("cps", 2)
+    after = stored(case, rows)
+    case["velocity"].requires_grad_()
+    log_prob = sde_log_prob(**case, next_latents=after, coefficients=rows, backend=backend)
+    gradient = torch.autograd.grad(log_prob.sum(), case["velocity"], create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="sde_log_prob_backward"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("latents", [FP32, BF16])
+def test_a_sample_has_the_same_gradient_in_any_batch(latents):
+    """Promised by the Triton backend alone."""
+    case, rows = transition((4, 1009), BF16, latents), coefficients("flow_sde", 4)
+    after, upstream = stored(case, rows), vector(UPSTREAM, 4)
+
+    def gradient(chosen):
+        velocity = case["velocity"][chosen].clone().requires_grad_()
+        log_prob = sde_log_prob(velocity, case["latents"][chosen], after[chosen], rows[chosen], backend="triton")
+        log_prob.backward(upstream[chosen])
+        return log_prob, velocity.grad
+
+    whole, whole_gradient = gradient([0, 1, 2, 3])
+    part, part_gradient = gradient([3, 1])
+    assert torch.equal(part, whole[[3, 1]])
+    assert torch.equal(part_gradient, whole_gradient[[3, 1]])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"next_latents": torch.zeros(2, 1)}, "one shape"),
+        ({"next_latents": torch.zeros(2, 9).int()}, "next_latents must be float32"),
+        ({"coefficients": torch.zeros(5).double()}, r"coefficients must be \[2, 5\]"),
+    ],
+)
+def test_what_does_not_belong_together_is_refused(changes, message):
+    inputs = {name: torch.zeros(2, 9) for name in ("velocity", "latents", "next_latents")}
+    with pytest.raises(ValueError, match=message):
+        sde_log_prob(**inputs | {"coefficients": torch.zeros(2, 5).double()} | changes)

@@ -1,0 +1,117 @@
+import numpy as np
+import pytest
+import torch
+from diffusers import DDIMScheduler, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
+
+from wfm_ds.errors import ModelError
+from wfm_ds.models import registry
+from wfm_ds.models.base import DiffusionModel, seeded, stock_argument
+
+
+@pytest.fixture
+def model(tiny_pipelines):
+    return registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+
+
+def test_only_the_denoiser_learns(model):
+    assert all(p.requires_grad for p in model.denoiser.parameters())
+    frozen = [p for part in model.frozen_parts() for p in part.parameters()]
+    assert len(model.frozen_parts()) == 4
+    assert not any(p.requires_grad for p in frozen)
+    assert not any(m.training for part in model.frozen_parts() for m in part.modules())
+
+
+def test_moving_takes_the_bare_denoiser_along(model):
+    model.to("meta")
+    parts = [*model.frozen_parts(), model.denoiser]
+    assert {p.device.type for part in parts for p in part.parameters()} == {"meta"}
+    assert model.device == torch.device("meta")
+
+
+def test_moving_leaves_a_wrapped_denoiser_where_the_engine_put_it(model):
+    model.denoiser = torch.nn.Sequential(model.denoiser)
+    model.to("meta")
+    assert {p.device.type for p in model.denoiser.parameters()} == {"cpu"}
+    assert {p.device.type for part in model.frozen_parts() for p in part.parameters()} == {"meta"}
+
+
+def test_negative_text_replaces_the_stock_null_text(model):
+    assert model.null_text() == ""
+    assert model.null_text("blurry") == "blurry"
+
+
+def test_guidance_one_is_the_conditional_velocity():
+    cond, uncond = torch.randn(2, 4), torch.randn(2, 4)
+    combine = DiffusionModel.combine_guidance
+    torch.testing.assert_close(combine(None, cond, uncond, 1.0), cond)
+    torch.testing.assert_close(combine(None, cond, uncond, 3.0), 3 * cond - 2 * uncond)
+
+
+def test_every_8_bit_level_survives_the_round_trip():
+    levels = torch.arange(256, dtype=torch.float32).view(1, 1, 16, 16).repeat(2, 3, 1, 1)
+    image = DiffusionModel.to_uint8(levels / 255)
+    assert image.shape == (2, 16, 16, 3)
+    assert image.dtype == np.uint8
+    assert image.flags.c_contiguous
+    assert np.array_equal(image[1, ..., 2], np.arange(256).reshape(16, 16))
+
+
+def test_videos_keep_frames_before_rows():
+    video = torch.zeros(1, 3, 5, 4, 6)
+    video[0, 1, 3, 2, 1] = 1.0
+    frames = DiffusionModel.to_uint8(video)
+    assert frames.shape == (1, 5, 4, 6, 3)
+    assert frames[0, 3, 2, 1].tolist() == [0, 255, 0]
+
+
+def test_values_outside_the_range_do_not_wrap_around():
+    assert DiffusionModel.to_uint8(torch.tensor([-0.1, 1.1]).view(1, 1, 1, 2))[0, 0, :, 0].tolist() == [0, 255]
+
+
+def test_the_grid_is_the_schedulers_and_leaves_it_alone(model):
+    before = model.pipeline.scheduler.sigmas.clone()
+    grid = model.sigmas(10, (4, 16, 16))
+    expected = [1, 0.960129, 0.913349, 0.857692, 0.790368, 0.707278, 0.602151, 0.464876, 0.278049, 0.008929, 0]
+    assert grid.dtype == torch.float64
+    torch.testing.assert_close(grid, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-6)
+    assert torch.equal(model.pipeline.scheduler.sigmas, before)
+    assert model.sigmas(1, (4, 16, 16)).tolist() == [1.0, 0.0]
+
+
+def test_a_grid_that_is_no_flow_is_refused(model):
+    model.pipeline.scheduler = EulerDiscreteScheduler()  # sigmas up to 14: another kind of diffusion
+    with pytest.raises(ModelError, match="EulerDiscreteScheduler do not fall"):
+        model.sigmas(4, (4, 16, 16))
+    with pytest.raises(ValueError, match="num_steps"):
+        model.sigmas(0, (4, 16, 16))
+
+
+def test_a_scheduler_without_sigmas_is_refused(model):
+    model.pipeline.scheduler = DDIMScheduler()
+    with pytest.raises(ModelError, match="DDIMScheduler is no flow-matching scheduler"):
+        type(model)(model.pipeline, model.path, dtype=torch.float32, device="cpu", max_sequence_length=None)
+
+
+def test_a_shift_that_depends_on_the_size_has_no_single_value(model):
+    assert model.flow_shift == 3.0
+    model.pipeline.scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    with pytest.raises(ModelError, match=r"algorithm\.flow_shift"):
+        _ = model.flow_shift
+
+
+def test_the_stock_default_is_that_of_the_call(model):
+    assert stock_argument(model.pipeline, "max_sequence_length") == 256
+
+
+def test_seeded_draws_repeat_and_disturb_nobody():
+    torch.manual_seed(5)
+    undisturbed = torch.rand(3), torch.rand(3)
+    torch.manual_seed(5)
+    first = torch.rand(3)
+    with seeded(7):
+        one = torch.rand(3)
+    with seeded(7):
+        two = torch.rand(3)
+    assert torch.equal(one, two)
+    assert torch.equal(first, undisturbed[0])
+    assert torch.equal(torch.rand(3), undisturbed[1])

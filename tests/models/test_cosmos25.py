@@ -1,0 +1,257 @@
+"""What is particular to Cosmos-Predict2.5; what holds for every family is in test_families.py."""
+
+import importlib.util
+import logging
+
+import numpy as np
+import pytest
+import torch
+from diffusers import CosmosTransformer3DModel, UniPCMultistepScheduler
+from diffusers.models.transformers import transformer_cosmos
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from families import CASES, EXACT, PROMPTS, stock
+from wfm_ds.errors import ModelError
+from wfm_ds.models import registry
+from wfm_ds.models.cosmos25 import provide_resize
+from wfm_ds.models.given import with_given
+from wfm_ds.models.tiny.cosmos25 import TRANSFORMER
+
+NO_TORCHVISION = pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is there")
+
+
+def fresh(tiny_pipelines, dtype=torch.float32, **options):
+    options = {"guardrail": "off", **options}
+    return registry.load(tiny_pipelines("cosmos25"), dtype=dtype, device="cpu", **options)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_pipelines):
+    """For the tests that change nothing."""
+    return fresh(tiny_pipelines)
+
+
+def one_call(model, counts=None):
+    """Arguments of one `denoise` on two videos of nine frames; `counts`: how many latent frames are given."""
+    generator = torch.Generator().manual_seed(3)
+    noise, latents = (torch.randn((2, *model.latent_shape(32, 32, 9)), generator=generator) for _ in range(2))
+    conditioning = model.encode_text(PROMPTS)
+    if counts is not None:
+        conditioning = with_given(conditioning, latents, torch.tensor(counts))
+    return noise, torch.tensor([0.9, 0.12345]), conditioning
+
+
+def network_inputs(model, arguments):
+    """What the network was called with."""
+    seen = []
+    handle = model.denoiser.register_forward_pre_hook(lambda _, __, kwargs: seen.append(kwargs), with_kwargs=True)
+    with torch.no_grad():
+        model.denoise(*arguments)
+    handle.remove()
+    return seen[0]
+
+
+# Time, masks, sizes
+
+
+def test_the_network_gets_sigma_itself_for_each_frame_and_less_for_given_ones(model):
+    inputs = network_inputs(model, one_call(model, [0, 2]))
+    assert inputs["timestep"].dtype == torch.float32
+    assert inputs["timestep"].shape == (2, 1, 3, 1, 1)
+    want = torch.tensor([[0.9, 0.9, 0.9], [1e-4, 1e-4, 0.12345]])
+    torch.testing.assert_close(inputs["timestep"].flatten(1), want, rtol=0, atol=0)
+    assert inputs["condition_mask"].shape == (2, 1, 3, 4, 4)
+    assert inputs["condition_mask"].mean((1, 3, 4)).tolist() == [[0, 0, 0], [1, 1, 0]]
+    assert "fps" not in inputs  # the stock pipeline does not pass it, and it would move the positions in time
+
+
+def test_giving_no_frame_is_the_same_as_giving_none(model):
+    noise, sigma, plain = one_call(model)
+    with torch.no_grad():
+        want = model.denoise(noise, sigma, plain)
+        got = model.denoise(*one_call(model, [0, 0]))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_the_predicted_clean_latents_are_the_given_ones_in_both_branches_of_guidance(model):
+    noise, sigma, conditioning = one_call(model, [1, 2])
+    given = conditioning["given_latents"]
+    uncond = conditioning | model.encode_text([model.null_text()] * 2)
+    with torch.no_grad():
+        velocity = model.combine_guidance(
+            model.denoise(noise, sigma, conditioning), model.denoise(noise, sigma, uncond), 5.0
+        )
+    clean = noise - sigma.view(-1, 1, 1, 1, 1) * velocity
+    for row, count in enumerate((1, 2)):
+        torch.testing.assert_close(clean[row, :, :count], given[row, :, :count], **EXACT)
+
+
+def test_another_stage_is_refused(model):
+    arguments = one_call(model)
+    with torch.no_grad():
+        assert torch.equal(model.denoise(*arguments, stage=0), model.denoise(*arguments))
+    with pytest.raises(ValueError, match="stage 1"):
+        model.denoise(*arguments, stage=1)
+
+
+@given(height=st.integers(-16, 300), width=st.integers(-16, 300), frames=st.integers(-4, 40))
+@settings(max_examples=200, deadline=None)
+def test_exactly_the_sizes_that_the_network_takes_have_a_shape(model, height, width, frames):
+    # VAE factors 8 and 4, patch 2, at most 8 x 32 x 32 latents.
+    if all(size % 16 == 0 and 16 <= size <= 256 for size in (height, width)) and frames in range(1, 30, 4):
+        assert model.latent_shape(height, width, frames) == (4, (frames - 1) // 4 + 1, height // 8, width // 8)
+    else:
+        with pytest.raises(ValueError, match=r"multiple of 16, from 16 to 256|4 \* k \+ 1, from 1 to 29"):
+            model.latent_shape(height, width, frames)
+
+
+def test_the_largest_size_runs_and_its_tokens_are_patches(model):
+    shape = model.latent_shape(256, 256, 29)
+    with torch.no_grad():
+        velocity = model.denoise(torch.randn(1, *shape), torch.ones(1), model.encode_text(PROMPTS[:1]))
+    assert velocity.shape == (1, *shape) == (1, 4, 8, 32, 32)
+    assert model.num_tokens(shape) == 8 * 16 * 16
+
+
+def test_a_karras_grid_has_no_shift(tiny_pipelines):
+    model = fresh(tiny_pipelines)
+    assert model.flow_shift == 5.0
+    config = dict(model.pipeline.scheduler.config) | {"use_karras_sigmas": True}
+    model.pipeline.scheduler = UniPCMultistepScheduler.from_config(config)
+    grid = model.sigmas(4, (4, 1, 4, 4))
+    assert 0.9 < grid[0] < 1
+    with pytest.raises(ModelError, match=r"algorithm\.flow_shift"):
+        _ = model.flow_shift
+
+
+# Text
+
+
+def test_guidance_contrasts_with_the_stock_negative_prompt_and_is_spelt_as_the_pipeline_does(model):
+    assert model.null_text().startswith("The video captures a series of frames showing ugly scenes")
+    assert (model.null_text(""), model.null_text("blurry")) == ("", "blurry")
+    assert model.pipeline_call(1.0, 32, 32, 5)["guidance_scale"] == 0.0
+    assert model.pipeline_call(8.0, 32, 32, 5)["guidance_scale"] == 7.0
+    with pytest.raises(ValueError, match=r"no guidance for a w of 1\.5"):
+        model.pipeline_call(1.5, 32, 32, 5)
+
+
+def test_while_the_text_projection_is_frozen_it_is_part_of_encoding(tiny_pipelines):
+    model = fresh(tiny_pipelines)
+    noise, sigma, wide = one_call(model)
+    with torch.no_grad():
+        want = model.denoise(noise, sigma, wide)
+        model.freeze_all_but(model.default_lora_targets)
+        narrow = model.encode_text(PROMPTS)
+        got = model.denoise(noise, sigma, narrow)
+    assert wide["prompt_embeds"].shape == (2, 64, 64)
+    assert narrow["prompt_embeds"].shape == (2, 64, 32)
+    torch.testing.assert_close(got, want, **EXACT)
+    assert not any("crossattn_proj" in name for name, _ in model.denoiser.named_parameters())
+    model.to("meta")
+    assert {p.device.type for p in model.text_projection.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("target", ["crossattn_proj.0", "0"])
+def test_a_text_projection_that_gets_an_adapter_stays_in_the_denoiser(tiny_pipelines, target):
+    model = fresh(tiny_pipelines)
+    model.freeze_all_but(["to_q", target])
+    assert model.encode_text(PROMPTS)["prompt_embeds"].shape == (2, 64, 64)
+    assert model.text_projection is None
+
+
+# Guardrail
+
+
+def test_without_its_package_the_guardrail_must_be_given_up_in_words(tiny_pipelines):
+    if importlib.util.find_spec("cosmos_guardrail") is not None:
+        pytest.skip("cosmos_guardrail is there")
+    with pytest.raises(ModelError, match=r"cosmos_guardrail is not installed; .*model\.guardrail: off"):
+        fresh(tiny_pipelines, guardrail="stock")
+
+
+def test_without_guardrail_there_is_one_warning(tiny_pipelines, caplog):
+    caplog.set_level(logging.WARNING)
+    fresh(tiny_pipelines)
+    assert [record.getMessage().count("guardrail is off") for record in caplog.records] == [1]
+
+
+def test_a_guardrail_that_a_family_lacks_cannot_be_switched_off(tiny_pipelines):
+    with pytest.raises(ModelError, match=r"sd3 has no guardrail to switch off"):
+        registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu", guardrail="off")
+
+
+class Censor:
+    """Stands in for the checker of cosmos_guardrail, whose weights cannot be had here."""
+
+    def __init__(self):
+        self.seen = []
+
+    def check_text_safety(self, prompt):
+        return "digit" not in prompt
+
+    def check_video_safety(self, frames):
+        self.seen.append(frames)
+        return None if len(self.seen) == 2 else 255 - frames
+
+
+def test_the_guardrail_judges_prompts_and_what_was_drawn(tiny_pipelines, caplog):
+    model = fresh(tiny_pipelines)
+    latents = torch.randn(2, *model.latent_shape(32, 32, 5))
+    plain = model.decode(latents)
+    model.check_prompts(PROMPTS)
+    model.pipeline.safety_checker = Censor()
+    with pytest.raises(ModelError, match=r"refuses 1 prompts, e\.g\. 'the digit 7'"):
+        model.check_prompts([*PROMPTS, "the digit 7"])
+    videos = model.decode(latents)
+    assert model.pipeline.safety_checker.seen[0].shape == (5, 32, 32, 3)
+    assert model.pipeline.safety_checker.seen[0].dtype == np.uint8
+    torch.testing.assert_close(videos[0], 1 - plain[0], rtol=0, atol=1.01 / 255)
+    assert not videos[1].any()
+    assert "refused 1 videos" in caplog.text
+
+
+# What diffusers 0.42 does and we work around: each fails when it is mended
+
+
+@NO_TORCHVISION
+def test_upstream_the_transformer_needs_torchvision_without_saying_so(model, monkeypatch):
+    monkeypatch.delattr(transformer_cosmos, "transforms")
+    with pytest.raises(NameError, match="transforms"):
+        model.denoise(*one_call(model))
+    provide_resize()
+    with torch.no_grad():
+        model.denoise(*one_call(model))
+
+
+def test_upstream_a_float32_mask_breaks_a_bfloat16_network(tiny_pipelines):
+    model = fresh(tiny_pipelines, torch.bfloat16)
+    inputs = network_inputs(model, one_call(model, [0, 2]))
+    assert {inputs[name].dtype for name in ("condition_mask", "padding_mask", "hidden_states")} == {torch.bfloat16}
+    with pytest.raises(RuntimeError, match="dtype"):
+        model.denoiser(**inputs | {"condition_mask": inputs["condition_mask"].float()})
+
+
+def test_upstream_several_videos_of_several_prompts_break(tiny_pipelines):
+    pipeline = stock(tiny_pipelines("cosmos25"), CASES["cosmos25"])
+    call = {"height": 32, "width": 32, "num_frames": 1, "num_inference_steps": 1, "max_sequence_length": 64}
+    with pytest.raises(RuntimeError):
+        pipeline(prompt=PROMPTS, num_videos_per_prompt=2, guidance_scale=0.0, output_type="latent", **call)
+
+
+def test_upstream_guidance_up_to_two_is_dropped(tiny_pipelines):
+    pipeline, drawn = stock(tiny_pipelines("cosmos25"), CASES["cosmos25"]), []
+    call = {"height": 32, "width": 32, "num_frames": 1, "num_inference_steps": 1, "max_sequence_length": 64}
+    for g in (0.0, 1.0):
+        call |= {"guidance_scale": g, "generator": torch.Generator().manual_seed(0)}
+        drawn.append(pipeline(prompt=PROMPTS, output_type="latent", **call).frames)
+    assert torch.equal(*drawn)
+
+
+def test_upstream_learnt_positions_stay_in_float32_and_the_network_takes_that(tmp_path):
+    """Released configs may have them (extra_pos_embed_type: learnable): a cast after loading would round them."""
+    CosmosTransformer3DModel(**TRANSFORMER | {"extra_pos_embed_type": "learnable"}).save_pretrained(tmp_path)
+    network = CosmosTransformer3DModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    kept = {name for name, p in network.named_parameters() if p.dtype == torch.float32}
+    assert kept == {f"learnable_pos_embed.pos_emb_{axis}" for axis in "thw"}

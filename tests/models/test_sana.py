@@ -1,0 +1,301 @@
+"""SANA and SANA video: what the families have of their own. What all have in common is in test_families.py."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from diffusers import (
+    AutoencoderKLLTX2Video,
+    SanaImageToVideoPipeline,
+    SanaTransformer2DModel,
+    SanaVideoTransformer3DModel,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from families import CASES, EXACT, PROMPTS, denoise_latents, draw, stock
+from wfm_ds.errors import ModelError
+from wfm_ds.models import registry
+from wfm_ds.models.base import seeded
+from wfm_ds.models.given import with_given
+from wfm_ds.models.sana import INSTRUCTION, Sana
+from wfm_ds.models.sana_video import SanaVideo
+from wfm_ds.sampling.noise import seeded_normal
+
+BOTH = pytest.mark.parametrize("family", ["sana", "sana_video"])
+
+
+@pytest.fixture(scope="module")
+def load(tiny_pipelines):
+    """One float32 model per family for the tests that change nothing."""
+    loaded = {}
+
+    def get(family):
+        if family not in loaded:
+            loaded[family] = fresh(tiny_pipelines(family))
+        return loaded[family]
+
+    return get
+
+
+def fresh(folder, **options):
+    return registry.load(folder, dtype=torch.float32, device="cpu", **options)
+
+
+@pytest.fixture
+def pipeline(tiny_pipelines):
+    """The stock pipeline of a family, to change at will."""
+    return lambda family: stock(tiny_pipelines(family), CASES[family])
+
+
+@pytest.fixture
+def folder(tiny_pipelines, tmp_path):
+    """A copy of the image pipeline that a test may change."""
+    shutil.copytree(tiny_pipelines("sana"), tmp_path / "pipeline")
+    return tmp_path / "pipeline"
+
+
+def shape_of(model):
+    return model.latent_shape(*CASES[model.family].size)
+
+
+def noise_for(model, count=2):
+    return seeded_normal([11, 12][:count], shape_of(model))
+
+
+def one_call(model):
+    """Arguments of one `denoise`: another sigma and prompt for each sample."""
+    return noise_for(model), torch.tensor([0.9, 0.3]), model.encode_text(PROMPTS)
+
+
+def ours(model, conditioning, *, steps=4, w=1.0, uncond=None):
+    """Our own latents from noise_for(model)."""
+    grid = model.sigmas(steps, shape_of(model))
+    return denoise_latents(model, noise_for(model), conditioning, grid, solver="ode", guidance_scale=w, uncond=uncond)
+
+
+def theirs(pipeline, model, *, steps=4, w=1.0, **call):
+    """The stock pipeline's on the same grid, from the same noise."""
+    case = CASES[model.family]
+    call = {"latents": noise_for(model), **model.pipeline_call(w, *case.size), **call}
+    return draw(pipeline, case, model.sigmas(steps, shape_of(model)), **call)
+
+
+def test_with_the_stock_instruction_only_prompts_get_it(tiny_pipelines, pipeline):
+    """The instruction stands before prompts and not before negative ones."""
+    model = fresh(tiny_pipelines("sana"), prompt_template="stock")
+    assert model.pipeline_call(4.0, 32, 64)[INSTRUCTION][-1] == "User Prompt: "
+    want = theirs(pipeline("sana"), model, w=4.0)
+    conditioning = model.encode_text(PROMPTS)
+    got = ours(model, conditioning, w=4.0, uncond=model.encode_negative([""] * 2))
+    torch.testing.assert_close(got, want, **EXACT)
+    wrong = ours(model, conditioning, w=4.0, uncond=model.encode_text([""] * 2))
+    assert (wrong - want).abs().max() > 1e-3
+
+
+@BOTH
+def test_the_exported_scheduler_is_another_solver_not_another_model(load, pipeline, family):
+    """Second order and times rounded down to whole numbers: close to ours after 40 steps, and not equal."""
+    model, (height, width, frames) = load(family), CASES[family].size
+    call = model.pipeline_call(1.0, height, width, frames) | {"num_inference_steps": 40, "output_type": "pt"}
+    want = pipeline(family)(PROMPTS, latents=noise_for(model), **call)[0]
+    want = want.transpose(1, 2) if model.video else want  # frames come before channels
+    difference = (model.decode(ours(model, model.encode_text(PROMPTS), steps=40)) - want).abs()
+    assert difference.mean() < 1e-2
+    assert difference.max() > 1e-5
+
+
+def test_upstream_rounds_the_time_of_the_released_scheduler(pipeline):
+    """When this fails, the stock pipeline follows our float times, and the comparison above may be made exact."""
+    scheduler = pipeline("sana").scheduler
+    scheduler.set_timesteps(4)
+    assert scheduler.timesteps.tolist() == [999, 899, 749, 499]
+
+
+def test_a_video_of_one_frame_is_a_video(load):
+    model = load("sana_video")
+    assert model.latent_shape(32, 32, 1) == (4, 1, 4, 4)
+    assert model.encode_pixels(torch.rand(1, 3, 1, 32, 32)).shape == (1, 4, 1, 4, 4)
+    assert model.decode(torch.zeros(1, 4, 1, 4, 4)).shape == (1, 3, 1, 32, 32)
+    assert model.denoise(torch.zeros(1, 4, 1, 4, 4), torch.ones(1), model.encode_text(PROMPTS[:1])).shape[2] == 1
+
+
+@given(height=st.integers(-32, 700), width=st.integers(-32, 700), num_frames=st.integers(-4, 140))
+@settings(max_examples=100, deadline=None)
+def test_exactly_the_sizes_that_the_stock_pipelines_take_have_a_shape(load, height, width, num_frames):
+    multiples = all(size % 32 == 0 and size > 0 for size in (height, width))
+    if multiples and num_frames == 1:
+        assert load("sana").latent_shape(height, width) == (4, height // 4, width // 4)
+    else:
+        with pytest.raises(ValueError, match=r"multiple of 32|num_frames must be 1"):
+            load("sana").latent_shape(height, width, num_frames)
+    # 32 rotary positions: 512 pixels each way, 32 latent frames
+    if multiples and max(height, width) <= 512 and num_frames in range(1, 126, 4):
+        shape = load("sana_video").latent_shape(height, width, num_frames)
+        assert shape == (4, (num_frames - 1) // 4 + 1, height // 8, width // 8)
+    else:
+        with pytest.raises(ValueError, match=r"multiple of 32, from 32 to 512|num_frames must be 1, 5, \.\.\. or 125"):
+            load("sana_video").latent_shape(height, width, num_frames)
+
+
+@BOTH
+def test_losing_the_mask_would_change_the_velocity_and_what_it_masks_would_not(load, family):
+    model = load(family)
+    latents, sigma, conditioning = one_call(model)
+    mask = conditioning["prompt_attention_mask"]
+    assert mask.dtype == torch.int64
+    assert mask.sum(1).tolist() == [6, 6]  # <bos> and words, the first of them spelled
+    velocity = model.denoise(latents, sigma, conditioning)
+    noise = torch.randn(conditioning["prompt_embeds"].shape)
+    masked = torch.where(mask.bool()[..., None], conditioning["prompt_embeds"], noise)
+    torch.testing.assert_close(model.denoise(latents, sigma, conditioning | {"prompt_embeds": masked}), velocity)
+    unmasked = model.denoise(latents, sigma, conditioning | {"prompt_attention_mask": torch.ones_like(mask)})
+    assert (unmasked - velocity).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("family", "argument"), [("sana", "num_images_per_prompt"), ("sana_video", "num_videos_per_prompt")]
+)
+def test_upstream_tiles_masks_in_another_order_than_embeddings(load, pipeline, family, argument):
+    """Why text is encoded once and repeated by us: rows 1,1,2,2 would get the masks of 1,2,1,2."""
+    prompts = ["a", "a red circle on white background"]
+    one = load(family).encode_text(prompts)
+    embeds, mask, _, _ = pipeline(family).encode_prompt(
+        prompts, do_classifier_free_guidance=False, max_sequence_length=16, **{argument: 2}
+    )
+    torch.testing.assert_close(embeds, one["prompt_embeds"].repeat_interleave(2, 0), **EXACT)
+    assert torch.equal(mask, one["prompt_attention_mask"].repeat(2, 1))
+    assert not torch.equal(mask, one["prompt_attention_mask"].repeat_interleave(2, 0))
+
+
+def calls_of(model):
+    """What the network was called with, in order."""
+    seen = []
+    handle = model.denoiser.register_forward_pre_hook(lambda _, __, kwargs: seen.append(kwargs), with_kwargs=True)
+    return seen, handle
+
+
+@BOTH
+def test_the_network_gets_its_time_as_an_unrounded_float(load, family):
+    model = load(family)
+    latents, _, conditioning = one_call(model)
+    seen, handle = calls_of(model)
+    model.denoise(latents, torch.tensor([1.0, 0.12345]), conditioning)
+    handle.remove()
+    assert seen[0]["timestep"].dtype == torch.float32
+    torch.testing.assert_close(seen[0]["timestep"], torch.tensor([1000.0, 123.45]))
+
+
+def test_the_network_may_have_another_unit_of_time_and_a_learned_variance(pipeline):
+    changed = pipeline("sana")
+    config = dict(changed.transformer.config) | {"out_channels": 8, "timestep_scale": 0.5}
+    with seeded(4):
+        changed.transformer = SanaTransformer2DModel.from_config(config).eval()
+    model = Sana(changed, None, dtype=torch.float32, device="cpu", max_sequence_length=16, prompt_template="none")
+    got = ours(model, model.encode_text(PROMPTS))
+    torch.testing.assert_close(theirs(changed, model), got, **EXACT)
+
+
+def store_call(folder, **values):
+    call = json.loads((folder / "call.json").read_text())
+    (folder / "call.json").write_text(json.dumps({**call, **values}))
+
+
+def test_the_instruction_comes_from_the_argument_then_the_folder_then_the_pipeline(folder):
+    def instruction(**options):
+        return fresh(folder, **options).instruction
+
+    stock = instruction(prompt_template="stock")
+    assert stock[-1] == "User Prompt: "
+    assert instruction() is None
+    store_call(folder, **{INSTRUCTION: ["Draw:", ""]})
+    assert instruction() == ["Draw:", ""]
+    assert instruction(prompt_template="none") is None
+    (folder / "call.json").unlink()
+    assert instruction() == stock
+
+
+@pytest.mark.parametrize("lines", ["Draw", [1], 5])
+def test_a_stored_instruction_that_is_none_is_an_error(folder, lines):
+    store_call(folder, **{INSTRUCTION: lines})
+    with pytest.raises(ModelError, match=r"call\.json: complex_human_instruction must be null or a list of lines"):
+        fresh(folder)
+
+
+def test_a_template_means_nothing_to_other_families(tiny_pipelines):
+    with pytest.raises(ModelError, match=r"sd3 has no prompt template.*remove model\.prompt_template"):
+        fresh(tiny_pipelines("sd3"), prompt_template="stock")
+
+
+def first_frame_given(model, latents, counts):
+    return with_given(model.encode_text(PROMPTS), latents, torch.tensor(counts))
+
+
+def test_a_given_first_frame_is_given_to_both_passes_of_guidance(load, tiny_pipelines):
+    model, case = load("sana_video"), CASES["sana_video"]
+    height, width, _ = case.size
+    clip = torch.rand(1, 3, 5, height, width, generator=torch.Generator().manual_seed(1))
+    pipeline, call = case.given(tiny_pipelines("sana_video"), clip, 1)
+    want = theirs(pipeline, model, w=4.0, **call)
+    latents, one = model.encode_pixels(clip).expand(2, -1, -1, -1, -1), torch.tensor([1, 1])
+    negative = with_given(model.encode_negative([""] * 2), latents, one)
+    got = ours(model, with_given(model.encode_text(PROMPTS), latents, one), w=4.0, uncond=negative)
+    torch.testing.assert_close(got, want, **EXACT)
+    torch.testing.assert_close(got[:, :, :1], latents[:, :, :1], **EXACT)
+
+
+def test_samples_with_and_without_a_given_frame_share_a_batch(load):
+    model = load("sana_video")
+    latents, sigma, plain = one_call(model)
+    clip = torch.randn(latents.shape, generator=torch.Generator().manual_seed(5))
+    mixed = model.denoise(latents, sigma, first_frame_given(model, clip, [0, 1]))
+    torch.testing.assert_close(mixed[:1], model.denoise(latents, sigma, plain)[:1], **EXACT)
+    alone = model.denoise(latents, sigma, first_frame_given(model, clip, [1, 1]))
+    torch.testing.assert_close(mixed[1:], alone[1:], **EXACT)
+    clean = latents - sigma.view(-1, 1, 1, 1, 1) * mixed
+    torch.testing.assert_close(clean[1, :, 0], clip[1, :, 0])
+
+
+def test_tokens_of_a_given_frame_are_told_time_zero(load):
+    model = load("sana_video")
+    latents, sigma, _ = one_call(model)
+    seen, handle = calls_of(model)
+    model.denoise(latents, sigma, first_frame_given(model, latents, [0, 1]))
+    handle.remove()
+    times = seen[0]["timestep"]
+    assert times.shape == (2, 1, 2, 2, 4)
+    torch.testing.assert_close(times[:, 0, :, 0, 0], torch.tensor([[900.0, 900.0], [0.0, 300.0]]))
+    assert (times == times[..., :1, :1]).all()
+
+
+def test_a_vae_that_keeps_its_mean_and_deviation_as_buffers(pipeline):
+    """The LTX-2 VAE of the 720p model; factors 32 and 8, and patches of one latent pixel."""
+    with seeded(6):
+        vae = AutoencoderKLLTX2Video(
+            latent_channels=4,
+            block_out_channels=(8, 16, 32, 64),
+            decoder_block_out_channels=(8, 16, 32),
+            layers_per_block=(1,) * 5,
+            decoder_layers_per_block=(1,) * 4,
+            spatial_compression_ratio=32,
+            temporal_compression_ratio=8,
+        ).eval()
+    vae.latents_mean.copy_(torch.linspace(0, 0.3, 4))
+    vae.latents_std.copy_(torch.linspace(1, 1.3, 4))
+    parts = pipeline("sana_video").components
+    with seeded(7):
+        config = dict(parts["transformer"].config) | {"patch_size": (1, 1, 1)}
+        transformer = SanaVideoTransformer3DModel.from_config(config).eval()
+    changed = SanaImageToVideoPipeline(**parts | {"vae": vae, "transformer": transformer})
+    changed.set_progress_bar_config(disable=True)
+    model = SanaVideo(changed, None, dtype=torch.float32, device="cpu", max_sequence_length=16, prompt_template="none")
+    size, noise = (64, 96, 9), seeded_normal([11], (4, 2, 2, 3))
+    assert model.latent_shape(*size) == noise.shape[1:]
+    assert model.num_tokens(noise.shape[1:]) == 12
+    image = torch.rand(1, 3, 64, 96)
+    call = {"prompt": PROMPTS[:1], "image": image, "latents": noise, "num_inference_steps": 2}
+    latents = changed(output_type="latent", **call, **model.pipeline_call(1.0, *size))[0]
+    video = changed(output_type="pt", **call, **model.pipeline_call(1.0, *size))[0]
+    torch.testing.assert_close(model.decode(latents), video.transpose(1, 2), **EXACT)
+    torch.testing.assert_close(latents[:, :, :1], model.encode_pixels(image.unsqueeze(2)), **EXACT)

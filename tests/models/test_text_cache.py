@@ -1,0 +1,167 @@
+import pytest
+import torch
+
+from wfm_ds.errors import DataError, ModelError
+from wfm_ds.models import registry
+from wfm_ds.models.base import NegativeText
+from wfm_ds.models.text_cache import TextCache, num_bytes
+from wfm_ds.tensor_store import TensorStore
+
+
+@pytest.fixture(scope="module")
+def model(tiny_pipelines):
+    return registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+
+
+@pytest.fixture
+def counted(model, monkeypatch):
+    """The texts that really were encoded."""
+    seen, encode = [], model.encode_text
+    monkeypatch.setattr(model, "encode_text", lambda texts: seen.extend(texts) or encode(texts))
+    return seen
+
+
+TEXTS = ["a red circle", "a blue square", "a red circle", ""]
+
+
+def test_cached_text_equals_fresh_text_in_order(model):
+    cache = TextCache(model)
+    for _ in range(2):
+        got = cache.encode(TEXTS)
+        want = model.encode_text(TEXTS)
+        assert got.keys() == want.keys()
+        for name in want:
+            torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-5)
+
+
+def test_a_negative_text_is_another_entry_than_the_same_prompt(tiny_pipelines):
+    model = registry.load(tiny_pipelines("sana"), dtype=torch.float32, device="cpu")
+    model.instruction = ["draw"]
+    cache = TextCache(model)
+    for _ in range(2):
+        got = cache.encode(["cat", NegativeText("cat")])
+        for name, tensor in got.items():
+            torch.testing.assert_close(tensor[:1], model.encode_text(["cat"])[name], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(tensor[1:], model.encode_negative(["cat"])[name], rtol=1e-5, atol=1e-5)
+    assert not torch.equal(got["prompt_attention_mask"][0], got["prompt_attention_mask"][1])
+
+
+def test_every_text_is_encoded_once(model, counted):
+    cache = TextCache(model)
+    cache.encode(TEXTS)
+    cache.encode(TEXTS[::-1])
+    assert sorted(counted) == sorted(set(TEXTS))
+
+
+def test_least_recently_used_text_leaves_first(model, counted):
+    one = num_bytes(model.encode_text(["x"]))
+    counted.clear()
+    cache = TextCache(model, max_bytes=2 * one)
+    cache.encode(["a"])
+    cache.encode(["b"])
+    cache.encode(["a"])
+    cache.encode(["c"])  # b goes
+    cache.encode(["a"])
+    assert counted == ["a", "b", "c"]
+    cache.encode(["b"])
+    assert counted == ["a", "b", "c", "b"]
+
+
+def test_batch_larger_than_the_cache_is_still_complete(model):
+    cache = TextCache(model, max_bytes=1)
+    texts = [f"text {i}" for i in range(20)]
+    assert len(next(iter(cache.encode(texts).values()))) == 20
+
+
+def test_new_text_that_pushes_out_a_cached_one_of_its_own_batch_is_no_error(model):
+    one = num_bytes(model.encode_text(["x"]))
+    cache = TextCache(model, max_bytes=3 * one)
+    texts = [f"text {i}" for i in range(5)]
+    for start in range(40):
+        batch = [texts[(start * 2 + k * k) % 5] for k in range(3)]
+        got, want = cache.encode(batch), model.encode_text(batch)
+        for name in want:
+            torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-5)
+
+
+class GivenEmbedding:
+    """A file's worth of an embedding, that counts how often it is read."""
+
+    def __init__(self, tensor, name="file"):
+        self.tensor, self.name, self.loads = tensor, name, 0
+
+    def identity(self):
+        return (self.name, 1)
+
+    def load(self):
+        self.loads += 1
+        return self.tensor
+
+
+def assert_equal_rows(got, want):
+    assert got.keys() == want.keys()
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=0, atol=0)
+
+
+def test_a_store_outlives_the_cache_and_the_encoders(tiny_pipelines, tmp_path):
+    model = registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+    texts = [*TEXTS, NegativeText("")]
+    cache = TextCache(model, store=TensorStore(tmp_path))
+    assert not any(map(cache.stored, texts))
+    want = cache.encode(texts)
+    assert_equal_rows(want, TextCache(model).encode(texts))
+    later = TextCache(model, store=TensorStore(tmp_path))
+    assert all(map(later.stored, texts))
+    model.drop_text_encoders()
+    assert_equal_rows(later.encode(texts), want)
+    with pytest.raises(ModelError, match=r"no longer has an embedding of 'a new text'"):
+        later.encode(["a new text"])
+
+
+def test_another_length_or_other_weights_are_other_entries(tiny_pipelines, tmp_path):
+    models = [
+        registry.load(tiny_pipelines(family), dtype=torch.float32, device="cpu", max_sequence_length=length)
+        for family, length in (("sd3", 16), ("sd3", 12), ("digits", 8))
+    ]
+    rows = []
+    for model in models:
+        cache = TextCache(model, store=TensorStore(tmp_path))
+        assert not cache.stored("a cat")
+        rows.append(cache.encode(["a cat"]))
+        assert_equal_rows(rows[-1], model.encode_text(["a cat"]))
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 3
+
+
+def test_embeddings_that_come_with_the_data_replace_the_encoder(tiny_pipelines, tmp_path):
+    model = registry.load(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
+    embedding = model.encode_text(["another text"])["prompt_embeds"][0]
+    given = GivenEmbedding(embedding)
+    for _ in range(2):
+        cache = TextCache(model, store=TensorStore(tmp_path), precomputed={"a cat": given})
+        got = cache.encode(["a cat", NegativeText("a cat"), "a dog"])["prompt_embeds"]
+        torch.testing.assert_close(got[0], embedding, rtol=0, atol=0)
+        torch.testing.assert_close(got[1:], TextCache(model).encode(["a cat", "a dog"])["prompt_embeds"])
+    assert given.loads == 1  # what was made of it is in the store
+    assert not TextCache(model, store=TensorStore(tmp_path)).stored("a cat")
+
+
+def test_embeddings_of_another_encoder_are_ignored_with_one_warning(model, tiny_pipelines, caplog):
+    cosmos = registry.load(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
+    for one in (cosmos, model):
+        caplog.clear()
+        given = {text: GivenEmbedding(torch.zeros(7, 24)) for text in ("a cat", "a dog")}
+        got = TextCache(one, precomputed=given).encode(["a cat", "a dog"])
+        assert_equal_rows(got, TextCache(one).encode(["a cat", "a dog"]))
+        (message,) = caplog.messages
+        assert "shape [7, 24]" in message
+
+
+def test_a_broken_embedding_is_a_warning(model, caplog):
+    class Broken(GivenEmbedding):
+        def load(self):
+            raise DataError("a.safetensors cannot be read")
+
+    got = TextCache(model, precomputed={"a cat": Broken(None)}).encode(["a cat"])
+    assert_equal_rows(got, model.encode_text(["a cat"]))
+    assert caplog.messages == ["a.safetensors cannot be read; the caption is encoded instead"]

@@ -1,0 +1,111 @@
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from families import CASES, stock
+from wfm_ds.errors import ModelError
+from wfm_ds.models import tiny
+from wfm_ds.models.tiny.__main__ import main
+
+TIMEOUT_S = 300
+WRITE_ALL = """
+import sys
+from pathlib import Path
+from wfm_ds.models.tiny import FAMILIES, write_tiny
+for family in FAMILIES:
+    write_tiny(family, Path(sys.argv[1]) / family)
+"""
+
+
+def fingerprint(folder):
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def run_pipeline(pipeline, call):
+    """Its picture, or the first frame of its video."""
+    pipeline.set_progress_bar_config(disable=True)
+    output = pipeline(**call, generator=torch.Generator().manual_seed(0), output_type="pt")
+    return output.images if hasattr(output, "images") else output.frames[:, 0]
+
+
+def test_two_processes_write_the_same_bytes(tmp_path):
+    environments = [os.environ | {"PYTHONHASHSEED": seed} for seed in ("1", "2")]
+    folders = [tmp_path / "first", tmp_path / "second"]
+    started = [
+        subprocess.Popen([sys.executable, "-c", WRITE_ALL, str(folder)], env=environment)
+        for folder, environment in zip(folders, environments, strict=True)
+    ]
+    assert [process.wait(TIMEOUT_S) for process in started] == [0, 0]
+    first, second = (fingerprint(folder) for folder in folders)
+    assert first == second
+    assert {name.split("/")[0] for name in first} == set(tiny.FAMILIES)
+    assert all(f"{family}/call.json" in first for family in tiny.FAMILIES)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_the_saved_pipeline_draws_what_the_one_in_memory_draws(tiny_pipelines, family):
+    folder = tiny_pipelines(family)
+    pipeline, call = tiny.tiny_pipeline(family)
+    reloaded = stock(folder, CASES[family])
+    pipeline.register_modules(**CASES[family].stock_parts)
+    stored = json.loads((folder / "call.json").read_text())
+    assert stored == call
+    image = run_pipeline(reloaded, stored)
+    torch.testing.assert_close(image, run_pipeline(pipeline, call), rtol=0, atol=1e-5)
+    assert image.shape == (1, 3, call["height"], call["width"])
+    assert image.std() > 0.01
+
+
+def test_sizes_are_as_documented():
+    def count(module):
+        return sum(parameter.numel() for parameter in module.parameters())
+
+    sd3, digits = (tiny.tiny_pipeline(family)[0] for family in ("sd3", "digits"))
+    assert (count(sd3.transformer), count(digits.transformer), count(digits.vae)) == (87_168, 1_295_180, 666)
+
+
+def test_writing_disturbs_no_random_state(tmp_path):
+    torch.manual_seed(1)
+    want = torch.rand(4)
+    torch.manual_seed(1)
+    tiny.write_tiny("sd3", tmp_path / "sd3")
+    assert torch.equal(torch.rand(4), want)
+
+
+def test_a_folder_in_use_is_left_alone(tmp_path, capsys):
+    note = tmp_path / "note.txt"
+    note.write_text("mine")
+    assert main(["sd3", str(tmp_path)]) == 2
+    assert "is not an empty folder" in capsys.readouterr().err
+    with pytest.raises(ModelError, match="not an empty folder"):
+        tiny.write_tiny("sd3", note)
+    assert [path.name for path in tmp_path.iterdir()] == ["note.txt"]
+    assert note.read_text() == "mine"
+
+
+def test_the_command_writes_into_an_empty_folder(tmp_path, capsys):
+    assert main(["digits", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert "digits" in captured.out
+    assert captured.err == ""
+    assert (tmp_path / "model_index.json").is_file()
+
+
+def test_the_command_names_the_families_it_knows(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "wfm_ds.models.tiny", "sdxl", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert f"sdxl is not a tiny pipeline; use one of {', '.join(tiny.FAMILIES)}" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,106 @@
+"""Rewards that misbehave on request, for the tests: `probe_rewards:Class` with this folder on PYTHONPATH."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+from wfm_ds.errors import RewardError
+from wfm_reward.base import Range, Reward
+
+
+class Brightness(Reward):
+    """Mean of the pixels, 0 to 1. Options: seconds that each batch takes, a journal of what was scored."""
+
+    name, media, primary = "brightness", frozenset({"image", "video"}), "brightness"
+    outputs = {"brightness": Range(0.0, 1.0)}  # noqa: RUF012
+
+    def __init__(self, device="cpu", *, seconds=0.0, journal=None, **options):
+        super().__init__(device, **options)
+        self.seconds, self.journal = seconds, journal
+
+    def score(self, batch):
+        self.write_down(batch)
+        time.sleep(self.seconds)
+        return [self.score_item(item) for item in batch]
+
+    def score_item(self, item):
+        return item.scored(float(item.frames.mean()) / 255, darkest=float(item.frames.min()))
+
+    def write_down(self, batch):
+        if self.journal:
+            line = {"pid": os.getpid(), "ids": list(batch.sample_ids), "reward": batch.reward, "fps": batch.fps}
+            line["at_s"] = time.time()
+            with Path(self.journal).open("a") as journal:
+                journal.write(json.dumps(line) + "\n")
+
+
+class Other(Brightness):
+    name = "other"
+
+
+class Labelled(Brightness):
+    name, needs = "labelled", ("label",)
+
+
+class Demanding(Brightness):
+    name = "demanding"
+
+    def __init__(self, device="cpu", *, model, **options):
+        super().__init__(device, **options)
+        self.model = model
+
+
+class Moody(Brightness):
+    """What the prompt says happens."""
+
+    name = "moody"
+
+    def score(self, batch):
+        self.write_down(batch)
+        prompts = set(batch.prompts)
+        if "hang" in prompts:
+            while True:
+                time.sleep(0.01)
+        if "die" in prompts:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if "die once" in prompts and not Path(self.journal).with_suffix(".died").exists():
+            Path(self.journal).with_suffix(".died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if "short" in prompts:
+            return [self.score_item(item) for item in batch][:-1]
+        if "none" in prompts:
+            return None
+        if "swap" in prompts:
+            return [self.score_item(item) for item in batch][::-1]
+        return [self.score_item(item) for item in batch]
+
+    def score_item(self, item):
+        if item.prompt == "raise":
+            raise RuntimeError("this picture is unbearable")
+        if item.prompt == "nan":
+            return item.scored(float("nan"))
+        if item.prompt == "nan part":
+            return item.scored(0.5, sharpness=float("nan"))
+        if item.prompt == "huge":
+            return item.scored(7.5)
+        if item.prompt == "text":
+            return "0.5"
+        if item.prompt == "refuse":
+            return item.failed("nothing to see")
+        return super().score_item(item)
+
+
+class CannotLoad(Brightness):
+    name = "cannot_load"
+
+    def load(self):
+        raise RewardError("the package rapidfoo is missing: pip install rapidfoo")
+
+
+class DiesLoading(Brightness):
+    name = "dies_loading"
+
+    def load(self):
+        os.kill(os.getpid(), signal.SIGSEGV)

@@ -1,0 +1,272 @@
+"""RewardService and RewardClient together: what a trainer sees of its rewards, good and bad."""
+
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from wfm_ds.errors import RewardError
+from wfm_ds.pipes.client import PipeClient
+from wfm_ds.recipe import RewardRecipe
+from wfm_ds.rollout.rewards import RewardClient, RewardService, service_config
+from wfm_ds.types import MediaBatch
+from wfm_reward.config import load_config
+
+PROBES = Path(__file__).parent
+BRIGHTNESS, OTHER, MOODY = (f"probe_rewards:{name}" for name in ("Brightness", "Other", "Moody"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def probes():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)
+        yield
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """One service for the tests that do not harm it: its recipe, its folder, its journal."""
+    folder = tmp_path_factory.mktemp("run")
+    options = {"journal": str(folder / "journal")}
+    recipe = a_recipe(
+        {"name": BRIGHTNESS, "max_batch": 4, "options": options}, {"name": OTHER, "weight": 0}, {"name": MOODY}
+    )
+    with RewardService(recipe, folder) as service:
+        yield recipe, service, folder
+
+
+@pytest.fixture
+def client(shared):
+    recipe, service, _ = shared
+    client = RewardClient(service.endpoint, recipe, "run", "rank0")
+    yield client
+    client.close()
+
+
+def a_recipe(*functions, **changes):
+    return RewardRecipe(functions=list(functions), **({"timeout_s": 30, "start_timeout_s": 30} | changes))
+
+
+def a_batch(count, prompts=None, metadata=None, seed=0, shape=(8, 6, 3), prefix="s"):
+    return MediaBatch(
+        media=np.random.default_rng(seed).integers(0, 256, (count, *shape)).astype(np.uint8),
+        sample_ids=[f"{prefix}{i}" for i in range(count)],
+        prompts=prompts or ["a cat"] * count,
+        metadata=metadata or [{"i": i} for i in range(count)],
+    )
+
+
+def journal(folder):
+    return [json.loads(line) for line in (folder / "journal").read_text().splitlines()]
+
+
+def test_every_sample_has_every_score_and_they_are_right(client):
+    batch = a_batch(11)
+    client.submit(batch)
+    scores = client.wait()
+    assert set(scores) == set(batch.sample_ids)
+    for i, sample_id in enumerate(batch.sample_ids):
+        want = batch.media[i].astype(np.float64).mean() / 255
+        assert set(scores[sample_id]) == {BRIGHTNESS, OTHER, MOODY}
+        for name, score in scores[sample_id].items():
+            assert (score.sample_id, score.reward, score.failure) == (sample_id, name, None)
+            assert score.value == pytest.approx(want, rel=1e-12)
+            assert score.parts == {"darkest": float(batch.media[i].min())}
+            assert score.seconds > 0
+
+
+def test_videos_are_scored_whole(client):
+    batch = a_batch(3, shape=(5, 4, 4, 3))
+    client.submit(batch)
+    scores = client.wait()
+    want = batch.media.reshape(3, -1).astype(np.float64).mean(axis=1) / 255
+    assert [scores[i][BRIGHTNESS].value for i in batch.sample_ids] == pytest.approx(list(want), rel=1e-12)
+
+
+def test_speed_of_a_video_reaches_the_rewards_and_large_clips_travel_alone(client, shared, monkeypatch):
+    messages = []
+    submit = PipeClient.submit
+
+    def watched(self, rows, tensors, tasks):
+        messages.append([row["fps"] for row in rows])
+        return submit(self, rows, tensors, tasks)
+
+    monkeypatch.setattr(PipeClient, "submit", watched)
+    monkeypatch.setattr("wfm_ds.rollout.rewards.SUBMISSION_BYTES", 1000)
+    small, large = a_batch(3, shape=(5, 4, 4, 3), prefix="a"), a_batch(3, shape=(7, 8, 8, 3), prefix="b")
+    for batch in (small, large):
+        client.submit(dataclasses.replace(batch, fps=7.5))
+    scores = client.wait()
+    assert messages == [[7.5] * 3, [7.5], [7.5], [7.5]]  # 240 bytes a clip, 1344 bytes a clip
+    for batch in (small, large):
+        want = batch.media.reshape(3, -1).astype(np.float64).mean(axis=1) / 255
+        assert [scores[i][BRIGHTNESS].value for i in batch.sample_ids] == pytest.approx(list(want), rel=1e-12)
+    assert {line["fps"] for line in journal(shared[2]) if line["ids"][0][0] in "ab"} == {7.5}
+
+
+def test_several_submissions_are_collected_by_one_wait_and_only_once(client):
+    for k in range(4):
+        client.submit(a_batch(3, prefix=f"b{k}-"))
+    assert set(client.wait()) == {f"b{k}-{i}" for k in range(4) for i in range(3)}
+    assert client.wait() == {}
+
+
+def test_the_caller_may_reuse_its_buffer_at_once(client):
+    batch = a_batch(2, seed=5)
+    want = batch.media.astype(np.float64).mean(axis=(1, 2, 3)) / 255
+    client.submit(batch)
+    batch.media[:] = 0
+    scores = client.wait()
+    assert [scores[i][OTHER].value for i in batch.sample_ids] == pytest.approx(list(want), rel=1e-12)
+
+
+def test_media_travel_once_for_all_rewards_in_pieces_of_each_max_batch(client, shared, monkeypatch):
+    sent = []
+    submit = PipeClient.submit
+
+    def watched(self, rows, tensors, tasks):
+        sent.append((len(rows), sum(t.nbytes for _, t in tensors), [(t.kind, t.start, t.stop) for t in tasks]))
+        submit(self, rows, tensors, tasks)
+
+    monkeypatch.setattr(PipeClient, "submit", watched)
+    batch = a_batch(70, prefix="many-")
+    client.submit(batch)
+    assert len(client.wait()) == 70
+    assert [(rows, nbytes) for rows, nbytes, _ in sent] == [(64, 64 * 144), (6, 6 * 144)]
+    assert {task for task in sent[1][2] if task[0] == f"score:{BRIGHTNESS}"} == {
+        (f"score:{BRIGHTNESS}", 0, 4),
+        (f"score:{BRIGHTNESS}", 4, 6),
+    }
+    batches = [line["ids"] for line in journal(shared[2]) if line["ids"][0].startswith("many-")]
+    assert [len(ids) for ids in batches] == [4] * 16 + [4, 2]
+    assert [i for ids in batches for i in ids] == list(batch.sample_ids)
+
+
+def test_failures_are_named_and_neighbours_and_other_rewards_are_scored(client):
+    prompts = ["fine", "raise", "nan", "huge", "refuse", "fine", "short", "text"]
+    client.submit(a_batch(8, prompts))
+    scores = client.wait()
+    assert {i: scores[f"s{i}"][MOODY].failure for i in range(8)} == {
+        0: None,
+        1: "RuntimeError: this picture is unbearable",
+        2: "the value nan is not finite",
+        3: "brightness = 7.5 is outside 0 to 1",
+        4: "nothing to see",
+        5: None,
+        6: "ValueError: score() returned 0 scores for 1 items",
+        7: "score() returned a str instead of a Score",
+    }
+    assert all(scores[f"s{i}"][OTHER].value is not None for i in range(8))
+
+
+def test_what_cannot_be_sent_is_a_named_failure_of_its_item(client):
+    metadata = [{}, {"text": "x" * 70000}, {"number": np.float32(1)}, {"ok": [1, {"deep": "2"}]}]
+    client.submit(a_batch(4, ["a", "b", "c", "half a pair \ud800"], metadata))
+    scores = client.wait()
+    failures = [scores[f"s{i}"][OTHER].failure for i in range(4)]
+    assert failures[0] is None
+    assert failures[1].startswith("cannot be sent: submit: a header of")
+    assert failures[2] == "cannot be sent: a value of type float32"
+    assert failures[3].startswith("cannot be sent: submit: ")
+    assert set(scores["s1"]) == {BRIGHTNESS, OTHER, MOODY}
+
+
+def test_many_long_prompts_travel_in_several_messages(client):
+    client.submit(a_batch(40, ["x" * 4000] * 40))
+    assert all(score.value is not None for of_sample in client.wait().values() for score in of_sample.values())
+
+
+def test_the_service_is_private_and_its_configuration_is_the_recipes(shared):
+    recipe, service, folder = shared
+    assert service.endpoint == str(folder / "pipes.json")
+    written = yaml.safe_load((folder / "reward_service.yaml").read_text())
+    assert written["rewards"][BRIGHTNESS]["max_batch"] == 4
+    assert load_config(folder / "reward_service.yaml").rewards[BRIGHTNESS].stall_s == 30
+    assert written == service_config(recipe, Path(written["pipes"]["folder"]))
+
+
+def test_a_service_that_lacks_a_reward_is_an_error_that_names_what_it_offers(shared):
+    _, service, _ = shared
+    with pytest.raises(RewardError, match=rf"does not compute ocr, .* it offers {BRIGHTNESS}, {MOODY}, {OTHER}"):
+        RewardClient(service.endpoint, a_recipe({"name": "ocr"}), "run", "rank1")
+
+
+def test_a_running_service_must_compute_what_the_recipe_says(shared):
+    _, service, _ = shared
+    function = {"name": OTHER, "options": {"seconds": 3}}
+    recipe = a_recipe(function, spawn=False, endpoint=service.endpoint)
+    with pytest.raises(RewardError, match=r"with the options \{\}, the recipe says \{'seconds': 3\}"):
+        RewardClient(service.endpoint, recipe, "run", "rank1")
+    same = a_recipe({"name": OTHER}, spawn=False, endpoint=service.endpoint)
+    address = json.loads(Path(service.endpoint).read_text())["clients"]
+    client = RewardClient(address, same, "run", "rank1")
+    client.submit(a_batch(1))
+    assert client.wait()["s0"][OTHER].value is not None
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "says"),
+    [
+        ("/nowhere/pipes.json", "reward service: no answer within 0.5 s: /nowhere/pipes.json does not exist"),
+        ("ipc:///tmp/wfm-nobody-is-here", "reward service: no answer within 0.5 s: nobody listens at ipc:"),
+        ("tcp://10.1.2.3:80", "reward service: tcp://10.1.2.3:80: only ipc:// and loopback tcp are allowed"),
+        ("http://localhost:80", "reward service: 'http://localhost:80' is not an endpoint"),
+    ],
+)
+def test_nobody_answering_is_an_error_within_the_time_given(endpoint, says):
+    started = time.monotonic()
+    with pytest.raises(RewardError) as error:
+        RewardClient(endpoint, a_recipe({"name": OTHER}, start_timeout_s=0.5), "run", "rank0")
+    assert str(error.value).startswith(says)
+    assert time.monotonic() - started < 8
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        ({"name": "probe_rewards:CannotLoad"}, "CannotLoad cannot start: the package rapidfoo is missing: pip install"),
+        ({"name": "colro"}, r"there is no reward 'colro'; did you mean color\?"),
+        ({"name": OTHER, "options": {"secs": 1}}, "reward other has no option secs; its options are journal, seconds"),
+    ],
+)
+def test_a_service_that_cannot_start_says_why_in_its_own_words(tmp_path, function, says):
+    with pytest.raises(RewardError, match=says):
+        RewardService(a_recipe(function), tmp_path)
+    assert not (tmp_path / "pipes.json").exists()
+
+
+def test_a_service_that_takes_too_long_is_an_error(tmp_path):
+    with pytest.raises(RewardError, match=r"not ready after 0\.05 s; its log is .*reward_service\.log"):
+        RewardService(a_recipe({"name": OTHER}, start_timeout_s=0.05), tmp_path)
+
+
+def test_submit_returns_while_scoring_goes_on_and_a_deadline_is_a_failure_of_that_reward_only(tmp_path):
+    slow = {"name": BRIGHTNESS, "options": {"seconds": 1.0}, "max_batch": 1}
+    recipe = a_recipe(slow, {"name": OTHER}, timeout_s=4.0)
+    with RewardService(recipe, tmp_path) as service:
+        client = RewardClient(service.endpoint, recipe, "run", "rank0")
+        started = time.monotonic()
+        client.submit(a_batch(2, prefix="in-time"))
+        submitted = time.monotonic()
+        scores = client.wait()
+        waited = time.monotonic()
+        assert submitted - started < 1.5
+        assert waited - started >= 2.0, "two items of one second each"
+        assert all(s.failure is None for of_sample in scores.values() for s in of_sample.values())
+
+        client.submit(a_batch(6, prefix="late"))
+        late = client.wait()
+        failures = [late[f"late{i}"][BRIGHTNESS].failure for i in range(6)]
+        assert failures[0] is None
+        assert failures[-1] == f"timeout after 4 s in {BRIGHTNESS}"
+        assert all(late[f"late{i}"][OTHER].value is not None for i in range(6))
+
+        client.submit(a_batch(1, prefix="again"))
+        assert client.wait()["again0"][BRIGHTNESS].value is not None, "what nobody waits for is not scored first"
+        client.close()

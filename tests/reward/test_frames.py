@@ -1,0 +1,134 @@
+"""How image rewards see videos: which frames, in which batches, and what the video's score is."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wfm_ds.errors import RewardError
+from wfm_ds.types import MediaBatch
+from wfm_reward import registry
+from wfm_reward.base import Range, Reward
+from wfm_reward.frames import FrameRule, score_frames
+from wfm_reward.worker import Scoring
+
+
+class Level(Reward):
+    """The first pixel; 255 is refused. Notes the shapes that it is given."""
+
+    name, media, primary = "level", frozenset({"image"}), "level"
+    outputs = {"level": Range(0.0, 254.0)}  # noqa: RUF012
+
+    def __init__(self, device="cpu", **options):
+        super().__init__(device, **options)
+        self.shapes = []
+
+    def score(self, batch):
+        self.shapes.append(batch.media.shape)
+        return [self.level(item) for item in batch]
+
+    def level(self, item):
+        value = int(item.frames[0, 0, 0, 0])
+        parts = {"odd": float(value % 2)} | ({"large": 1.0} if value >= 20 else {})
+        return item.failed("too bright") if value == 255 else item.scored(value, **parts)
+
+
+def rows_of(count):
+    return [{"id": f"s{i}", "prompt": "", "metadata": {}, "fps": 8.0} for i in range(count)]
+
+
+def scored(videos, max_batch=16, **options):
+    """Scores of these videos, each given by the levels of its frames, and the batches that the reward saw."""
+    reward = Level("cpu", **options)
+    media = [np.broadcast_to(np.array(v, np.uint8)[:, None, None, None], (len(v), 4, 6, 3)) for v in videos]
+    some = Scoring(reward, "mine", max_batch).items(rows_of(len(videos)), media)
+    return [score for part in some for score in part], reward.shapes
+
+
+@pytest.mark.parametrize(
+    ("frames", "values"),
+    [
+        ({}, [10, 5]),
+        ({"frames": "first"}, [10, 5]),
+        ({"frames": "middle"}, [30, 7]),
+        ({"frames": "last"}, [50, 9]),
+        ({"frames": "uniform:1"}, [30, 7]),
+        ({"frames": "uniform:5"}, [30, 7]),
+        ({"frames": "uniform:99"}, [30, 7]),
+        ({"frames": "uniform:2"}, [30, 7]),
+    ],
+)
+def test_video_is_worth_the_mean_of_the_frames_that_the_rule_names(frames, values):
+    scores, _ = scored([[10, 20, 30, 40, 50], [5, 6, 7, 8, 9]], **frames)
+    assert [s.value for s in scores] == values
+    assert [(s.sample_id, s.reward) for s in scores] == [("s0", "mine"), ("s1", "mine")]
+
+
+def test_parts_are_means_too_if_all_frames_have_them():
+    (score,), _ = scored([[10, 21, 31]], frames="uniform:3")
+    assert score.parts == {"odd": pytest.approx(2 / 3)}
+
+
+def test_failed_frame_fails_its_video_by_number_and_not_the_neighbours():
+    (bad, good), _ = scored([[10, 255, 20], [1, 2, 3]], frames="uniform:3")
+    assert (bad.value, bad.failure) == (None, "frame 1: too bright")
+    assert good.value == 2.0
+
+
+def test_reward_sees_images_in_batches_of_its_size():
+    _, shapes = scored([[1, 2, 3, 4, 5]] * 2, max_batch=4, frames="uniform:3")
+    assert shapes == [(4, 4, 6, 3), (2, 4, 6, 3)]
+
+
+def test_images_are_scored_as_they_are_whatever_the_rule():
+    reward = Level("cpu", frames="last")
+    (some,) = Scoring(reward, "mine", 4).items(rows_of(2), [np.full((4, 6, 3), level, np.uint8) for level in (3, 4)])
+    assert [s.value for s in some] == [3.0, 4.0]
+
+
+@given(st.integers(1, 200), st.integers(1, 300))
+def test_uniform_frames_are_the_middles_of_equal_parts(num_frames, parts):
+    indices = FrameRule(f"uniform:{parts}").indices(num_frames)
+    count = min(parts, num_frames)
+    assert len(set(indices)) == count
+    # Frame i covers [i, i + 1): the middle of part p lies in it.
+    assert indices == [int((p + 0.5) * num_frames / count + 1e-9) for p in range(count)]
+    assert [num_frames - 1 - i for i in reversed(indices)] == pytest.approx(indices, abs=1)
+
+
+def test_frames_of_all_videos_share_batches_in_order():
+    videos = MediaBatch(
+        media=np.arange(24, dtype=np.uint8).reshape(4, 6, 1, 1, 1).repeat(3, axis=-1),
+        sample_ids=list("abcd"),
+        prompts=list("wxyz"),
+        metadata=[{"i": i} for i in range(4)],
+        fps=8.0,
+        reward="mine",
+    )
+    seen = []
+
+    def score_images(batch):
+        assert (batch.media.ndim, batch.fps) == (4, None)
+        seen.append([(i.sample_id, i.prompt, i.metadata["i"], int(i.frames[0, 0, 0, 0])) for i in batch])
+        return [item.scored(float(item.frames[0, 0, 0, 0])) for item in batch]
+
+    scores = score_frames(score_images, videos, FrameRule("uniform:2"), max_batch=5)
+    assert [s.value for s in scores] == [2.5, 8.5, 14.5, 20.5]
+    assert [len(batch) for batch in seen] == [5, 3]
+    assert seen[0][:3] == [("a", "w", 0, 1), ("a", "w", 0, 4), ("b", "x", 1, 7)]
+
+
+@pytest.mark.parametrize("frames", ["all", "uniform", "uniform:0", "uniform:-1", "uniform:3.5", "", 3, None])
+def test_other_rules_are_refused_by_the_rewards_name(frames):
+    with pytest.raises(RewardError, match=r"reward color: frames is .*; it must be first, middle, last or uniform:N"):
+        registry.create("color", "cpu", {"frames": frames})
+
+
+def test_reward_that_sees_whole_videos_has_no_such_option():
+    with pytest.raises(RewardError, match="reward motion has no option frames; it has no options"):
+        registry.create("motion", "cpu", {"frames": "first"})
+
+
+def test_option_is_named_among_those_that_a_reward_has():
+    with pytest.raises(RewardError, match="reward color has no option frame; its options are frames"):
+        registry.create("color", "cpu", {"frame": "first"})

@@ -1,0 +1,249 @@
+"""The service as a program: configuration, registry, the checks around a reward, and how it starts and ends."""
+
+import json
+import math
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import yaml
+
+from wfm_ds.errors import RewardError
+from wfm_ds.pipes.client import PipeClient
+from wfm_reward import registry, serve
+from wfm_reward.base import Range
+from wfm_reward.config import load_config
+from wfm_reward.worker import Scoring
+
+PROBES = Path(__file__).parent
+TIMEOUT_S = 40
+
+
+@pytest.fixture(autouse=True, scope="module")
+def probes():
+    """probe_rewards is importable here and in every process started here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)
+        patch.syspath_prepend(PROBES)
+        yield
+
+
+def write_config(folder, text):
+    path = folder / "service.yaml"
+    path.write_text(text if isinstance(text, str) else yaml.safe_dump(text))
+    return path
+
+
+def a_service(config):
+    return subprocess.Popen(
+        [sys.executable, "-m", "wfm_reward.serve", str(config)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def score(reward, prompts, metadata=None, max_batch=16, shape=(4, 4, 3), value=51):
+    """Through the checks, as the worker does it."""
+    scoring = Scoring(registry.create(f"probe_rewards:{reward}", "cpu", {}), "mine", max_batch)
+    rows = [
+        {"id": f"s{i}", "prompt": p, "metadata": (metadata or [{}] * len(prompts))[i], "fps": None}
+        for i, p in enumerate(prompts)
+    ]
+    return [s for some in scoring.items(rows, [np.full(shape, value, np.uint8)] * len(rows)) for s in some]
+
+
+# The checks around a reward
+
+
+@pytest.mark.parametrize(
+    ("prompt", "failure"),
+    [
+        ("raise", "RuntimeError: this picture is unbearable"),
+        ("nan", "the value nan is not finite"),
+        ("nan part", "sharpness = nan is not finite"),
+        ("huge", "brightness = 7.5 is outside 0 to 1"),
+        ("text", "score() returned a str instead of a Score"),
+        ("refuse", "nothing to see"),
+        ("short", "ValueError: score() returned 0 scores for 1 items"),
+        ("none", "ValueError: score() returned a NoneType, not a list of scores for 1 items"),
+    ],
+)
+def test_one_bad_item_is_a_named_failure_and_its_neighbours_are_scored(prompt, failure):
+    before, bad, after = score("Moody", ["fine", prompt, "fine"])
+    assert (bad.value, bad.failure, bad.sample_id, bad.reward) == (None, failure, "s1", "mine")
+    for good in (before, after):
+        assert (good.value, good.failure, good.parts) == (0.2, None, {"darkest": 51.0})
+
+
+def test_scores_in_the_wrong_place_are_failures():
+    first, second = score("Moody", ["swap", "fine"])
+    assert first.failure == "score() returned the score of 's1' in its place"
+    assert second.failure == "score() returned the score of 's0' in its place"
+
+
+def test_missing_metadata_fail_only_their_item():
+    with_label, without = score("Labelled", ["", ""], [{"label": 3}, {}])
+    assert with_label.value == 0.2
+    assert without.failure == "ValueError: the metadata lack label"
+
+
+def test_media_that_a_reward_does_not_know_are_named_failures():
+    class ForVideos(registry.describe("probe_rewards:Brightness")):
+        media = frozenset({"video"})
+
+    scoring = Scoring(ForVideos(), "mine", 4)
+    rows = [{"id": "s", "prompt": "", "metadata": {}, "fps": None}]
+    (some,) = scoring.items(rows, [np.zeros((4, 4, 3), np.uint8)])
+    assert some[0].failure == "it scores videos, this is an image"
+
+
+def test_pictures_of_different_sizes_are_scored_one_by_one():
+    scoring = Scoring(registry.create("probe_rewards:Brightness", "cpu", {}), "mine", 4)
+    rows = [{"id": f"s{i}", "prompt": "", "metadata": {}, "fps": None} for i in range(2)]
+    media = [np.full((4, 4, 3), 51, np.uint8), np.full((8, 4, 3), 102, np.uint8)]
+    assert [s.value for some in scoring.items(rows, media) for s in some] == [0.2, 0.4]
+
+
+def test_ranges_include_their_ends_and_never_nan():
+    limits = Range(0.0, 1.0)
+    assert 0.0 in limits
+    assert 1.0 in limits
+    assert 1.0000001 not in limits
+    assert math.nan not in limits
+
+
+# Finding rewards
+
+
+def test_an_unknown_reward_names_the_nearest_and_all():
+    with pytest.raises(RewardError, match=r"no reward 'color_'; did you mean color\? Known: color, digits, .*ocr"):
+        registry.describe("color_")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("no_such_package:X", "cannot import 'no_such_package'"),
+        (":X", "cannot import ''"),
+        ("probe_rewards:Missing", "has no class 'Missing'"),
+        ("probe_rewards:json", "has no class 'json'"),
+        ("wfm_reward.base:Reward", "has no class 'Reward'"),
+    ],
+)
+def test_a_class_path_that_is_none_is_named(name, says):
+    with pytest.raises(RewardError, match=says):
+        registry.describe(name)
+
+
+def test_unknown_and_missing_options_are_named():
+    with pytest.raises(RewardError, match="reward brightness has no option secnds; its options are journal, seconds"):
+        registry.create("probe_rewards:Brightness", "cpu", {"secnds": 1})
+    with pytest.raises(RewardError, match="missing a required argument: 'model'"):
+        registry.create("probe_rewards:Demanding", "cpu", {})
+
+
+def test_nothing_heavy_is_imported():
+    code = (
+        "import wfm_reward.serve, wfm_reward.worker, sys; from wfm_reward import registry; registry.names();"
+        "roots = {m.split('.')[0] for m in sys.modules};"
+        "print(sorted(roots & {'torch', 'deepspeed', 'diffusers', 'sklearn', 'rapidocr_onnxruntime', 'transformers'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
+    assert done.stdout.strip() == "[]"
+
+
+# The configuration
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("rewards: {color: {devcie: cpu}}", r"rewards\.color\.devcie is not a key; did you mean device\?"),
+        ("rewards: {color: {}}\nhttp: {}", r"http is not a key; known are pipes, rewards"),
+        ("pipes: {client: ipc}\nrewards: {color: {}}", r"pipes\.client is not a key; did you mean clients\?"),
+        ("rewards: {color: {workers: 0}}", r"rewards\.color\.workers: .*greater than 0"),
+        ("rewards: {}", r"rewards: .*at least 1"),
+        ("rewards: [color]", r"rewards: .*dictionary"),
+        ("- a", r"must be a mapping"),
+        ("rewards: {", r"cannot be read"),
+    ],
+)
+def test_a_wrong_configuration_is_one_sentence(tmp_path, text, says):
+    path = write_config(tmp_path, text)
+    with pytest.raises(RewardError, match=says) as error:
+        load_config(path)
+    assert str(error.value).startswith(str(path))
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(RewardError, match=r"nowhere\.yaml: cannot be read"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_check_starts_nothing_and_reports(tmp_path, capsys):
+    good = write_config(tmp_path, "rewards: {color: , digits: {workers: 2}}")
+    assert serve.main([str(good), "--check"]) == 0
+    assert json.loads(capsys.readouterr().out)["rewards"] == ["color", "digits"]
+    bad = write_config(tmp_path, "rewards: {colour: {}}")
+    assert serve.main([str(bad), "--check"]) == 2
+    assert "error: there is no reward 'colour'; did you mean color?" in capsys.readouterr().err
+
+
+# Starting and ending
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        ("CannotLoad", "error: reward probe_rewards:CannotLoad cannot start: the package rapidfoo is missing: pip"),
+        ("DiesLoading", "error: reward probe_rewards:DiesLoading cannot start: its worker died (killed by SIGSEGV)"),
+    ],
+)
+def test_a_reward_that_cannot_load_ends_the_service_with_its_words(tmp_path, reward, says):
+    config = {"rewards": {f"probe_rewards:{reward}": {}, "probe_rewards:Other": {}}}
+    with a_service(write_config(tmp_path, config)) as service:
+        out, err = service.communicate(timeout=TIMEOUT_S)
+    assert (service.returncode, out) == (2, "")
+    assert says in err.splitlines()[-1]
+    assert not (tmp_path / "pipes.json").exists()
+
+
+def test_an_address_on_the_network_is_refused(tmp_path):
+    config = write_config(tmp_path, {"pipes": {"clients": "tcp://0.0.0.0:6100"}, "rewards": {"color": {}}})
+    with a_service(config) as service:
+        _, err = service.communicate(timeout=TIMEOUT_S)
+    assert service.returncode == 2
+    assert "only ipc:// and loopback tcp are allowed" in err
+
+
+def test_it_is_ready_with_pipes_json_and_sigterm_leaves_nothing(tmp_path):
+    rewards = {"probe_rewards:Brightness": {"workers": 2}, "probe_rewards:Other": {}}
+    config = write_config(tmp_path, {"pipes": {"file": "deep.json"}, "rewards": rewards})
+    with a_service(config) as service:
+        status = json.loads(service.stdout.readline())
+        assert status == {"ready": sorted(rewards), "pipes": str(tmp_path / "deep.json")}
+        pipes = Path(status["pipes"])
+        assert stat.S_IMODE(pipes.stat().st_mode) == 0o600
+        endpoint = json.loads(pipes.read_text())["clients"]
+        sockets = Path(endpoint.removeprefix("ipc://")).parent
+        assert stat.S_IMODE(sockets.stat().st_mode) == 0o700
+        client = PipeClient(str(pipes), run="run", client="test")
+        client.attach(TIMEOUT_S)
+        assert set(client.kinds) == {f"score:{name}" for name in rewards}
+        client.close()
+        family = psutil.Process(service.pid).children(recursive=True)
+        assert len(family) == 3
+        service.send_signal(signal.SIGTERM)
+        assert service.wait(TIMEOUT_S) == 0
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert alive == []
+    assert not sockets.exists()
+    assert not pipes.exists()

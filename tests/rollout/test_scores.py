@@ -1,0 +1,100 @@
+"""What is sent to the rewards and what comes back, with the real service."""
+
+import json
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from wfm_ds import recipe_file
+from wfm_ds.models import registry
+from wfm_ds.models.text_cache import TextCache
+from wfm_ds.rollout.colocated import step_members
+from wfm_ds.rollout.groups import Group
+from wfm_ds.rollout.rewards import RewardClient, RewardService
+from wfm_ds.rollout.scores import pack_scores, submit_pictures, unpack_scores
+from wfm_ds.sampler import Sampler
+from wfm_ds.types import Prompt, Score
+
+
+@pytest.fixture(scope="module")
+def job(root, tiny_pipelines):
+    """The parts of a job that need no engine."""
+    recipe = recipe_file.load(root / "recipes" / "tiny" / "sd3_nft.yaml")
+    model = registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+    sampler = Sampler(model=model, texts=TextCache(model), settings=recipe.sampling)
+    return SimpleNamespace(recipe=recipe, model=model, media=sampler.media)
+
+
+@pytest.fixture(scope="module")
+def rewards(job, tmp_path_factory):
+    with RewardService(job.recipe.reward, tmp_path_factory.mktemp("service")) as service:
+        client = RewardClient(service.endpoint, job.recipe.reward, run="test", client="test")
+        yield client
+        client.close()
+
+
+def prompts(count):
+    return [Prompt(id=f"p/{i}", text="a red circle") for i in range(count)]
+
+
+def test_latents_that_are_not_finite_are_named_failures_and_their_neighbours_are_scored(job, rewards):
+    latents = torch.randn(3, *job.model.latent_shape(32, 32), generator=torch.Generator().manual_seed(0))
+    latents[1, 0, 0, 0] = float("nan")
+    media, broken = submit_pictures(job, rewards, latents, ["a", "b", "c"], prompts(3))
+    assert media.shape == (3, 32, 32, 3)
+    scores = rewards.wait()
+    assert set(scores) == {"a", "c"}
+    assert all(s.value is not None for by_reward in scores.values() for s in by_reward.values())
+    assert {name: score.failure for name, score in broken["b"].items()} == {
+        "color": "latents are not finite",
+        "jpeg_compressibility": "latents are not finite",
+    }
+
+
+def test_videos_are_sent_with_their_speed(root, tiny_pipelines, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(root / "tests" / "reward"), prepend=os.pathsep)
+    journal = tmp_path / "journal"
+    functions = f"[{{name: motion}}, {{name: 'probe_rewards:Brightness', options: {{journal: {journal}}}}}]"
+    sizes = ["sampling.num_frames=5", "sampling.fps=7.5"]
+    recipe = recipe_file.load(root / "recipes" / "tiny" / "sd3_nft.yaml", [*sizes, f"reward.functions={functions}"])
+    model = registry.load(tiny_pipelines("wan21"), dtype=torch.float32, device="cpu")
+    sampler = Sampler(model=model, texts=TextCache(model), settings=recipe.sampling)
+    videos = SimpleNamespace(recipe=recipe, model=model, media=sampler.media)
+    latents = torch.randn(2, *sampler.latent_shape, generator=torch.Generator().manual_seed(0))
+    with RewardService(recipe.reward, tmp_path / "service") as service:
+        client = RewardClient(service.endpoint, recipe.reward, run="test", client="test")
+        media, _ = submit_pictures(videos, client, latents, ["a", "b"], prompts(2))
+        scores = client.wait()
+        client.close()
+    assert media.shape == (2, 5, 32, 32, 3)
+    for i, sample_id in enumerate("ab"):
+        steps = np.abs(np.diff(media[i].astype(float), axis=0)).mean() / 255
+        assert scores[sample_id]["motion"].value == pytest.approx(steps)
+    assert {json.loads(line)["fps"] for line in journal.read_text().splitlines()} == {7.5}
+
+
+def test_nothing_finite_is_nothing_to_wait_for(job, rewards):
+    latents = torch.full((2, *job.model.latent_shape(32, 32)), float("inf"))
+    assert set(submit_pictures(job, rewards, latents, ["a", "b"], prompts(2))[1]) == {"a", "b"}
+    assert rewards.wait() == {}
+
+
+def test_scores_survive_the_way_between_ranks():
+    scores = {
+        "a": {"x": Score(sample_id="a", reward="x", value=0.5, seconds=0.1, parts={"p": 1.0})},
+        "b": {"x": Score(sample_id="b", reward="x", failure="why")},
+    }
+    assert unpack_scores(pack_scores(scores)) == scores
+
+
+def test_members_of_a_step_have_their_own_ids_and_seeds_also_when_a_prompt_comes_twice():
+    one = Prompt(id="p/1", text="x")
+    members = step_members([Group(prompt=one)] * 2, group_size=3, step=4, run_seed=0)
+    assert [m.sample_id for m in members] == [f"4/{g}/p/1/{k}" for g in range(2) for k in range(3)]
+    assert len({m.sample_id for m in members}) == len({m.seed for m in members}) == 6
+    assert [m.group_id for m in members] == ["4/0/p/1"] * 3 + ["4/1/p/1"] * 3
+    later = step_members([Group(prompt=one)] * 2, group_size=3, step=5, run_seed=0)
+    assert not {m.seed for m in members} & {m.seed for m in later}

@@ -1,0 +1,132 @@
+import pytest
+import torch
+from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
+
+from wfm_ds.sampling.plan import deterministic_plan
+from wfm_ds.sampling.schedule import shifted
+
+
+class Field:
+    """A velocity that is a formula of (x, sigma); it keeps what it was asked."""
+
+    def __init__(self, velocity):
+        self.velocity, self.sigmas = velocity, []
+
+    def __call__(self, latents, sigma):
+        assert latents.dtype == torch.float32
+        self.sigmas.append(sigma)
+        return self.velocity(latents, sigma)
+
+
+def denoised(velocity, noise, sigmas, solver):
+    """Clean latents; the seeds of what a solver draws do not matter here."""
+    return deterministic_plan(solver, sigmas).run(velocity, noise, [0] * len(noise)).clean
+
+
+def wavy(x, sigma):
+    return torch.sin(3 * x) + sigma * x - 0.3
+
+
+def gaussian(mean, std):
+    """The exact velocity of data N(mean, std^2): its flow maps the noise z to mean + std*z."""
+
+    def velocity(x, sigma):
+        spread = (1 - sigma) ** 2 * std**2 + sigma**2
+        return (sigma - (1 - sigma) * std**2) / spread * (x - (1 - sigma) * mean) - mean
+
+    return velocity
+
+
+def shift_three(num_steps):
+    return shifted(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), 3.0)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 5, 3), (1, 2, 3, 5, 2)])
+@pytest.mark.parametrize("num_steps", [1, 10, 25])
+def test_ode_has_the_bits_of_diffusers_euler(shape, num_steps):
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(num_steps)
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    theirs = noise
+    for t, sigma in zip(scheduler.timesteps, scheduler.sigmas, strict=False):
+        theirs = scheduler.step(wavy(theirs, sigma), t, theirs).prev_sample
+    ours = denoised(wavy, noise, scheduler.sigmas.double(), "ode")
+    assert ours.dtype == torch.float32
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("start", ["below one", "one"])
+@pytest.mark.parametrize("num_steps", [4, 10, 20])
+def test_dpm2_equals_diffusers_multistep_solver(num_steps, start):
+    scheduler = DPMSolverMultistepScheduler(
+        algorithm_type="dpmsolver++",
+        solver_order=2,
+        solver_type="midpoint",
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        flow_shift=3.0,
+        final_sigmas_type="zero",
+    )
+    scheduler.set_timesteps(num_steps)
+    if start == "one":
+        scheduler.sigmas[0] = 1.0
+    noise = torch.randn((2, 4, 5, 3), generator=torch.Generator().manual_seed(0))
+    theirs = noise
+    for t, sigma in zip(scheduler.timesteps, scheduler.sigmas, strict=False):
+        theirs = scheduler.step(wavy(theirs, sigma), t, theirs).prev_sample
+    ours = denoised(wavy, noise, scheduler.sigmas.double(), "dpm2")
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+    euler = denoised(wavy, noise, scheduler.sigmas.double(), "ode")
+    assert (ours - euler).abs().max() > 1e-3
+
+
+def test_both_solvers_converge_to_the_exact_flow_and_dpm2_faster():
+    noise = torch.randn((1, 1, 40, 50), generator=torch.Generator().manual_seed(0))
+
+    def error(solver, num_steps):
+        ends = denoised(gaussian(1.3, 0.4), noise, shift_three(num_steps), solver)
+        return (ends - (1.3 + 0.4 * noise)).abs().max().item()
+
+    # Its first and last steps are of first order, so twice the steps divide the error by 2.9 here, not yet by 4.
+    euler, second = ({n: error(solver, n) for n in (160, 320)} for solver in ("ode", "dpm2"))
+    assert 1.9 < euler[160] / euler[320] < 2.1
+    assert second[160] / second[320] > 2.7
+    assert second[320] < 0.15 * euler[320]
+
+
+@pytest.mark.parametrize("solver", ["ode", "dpm2"])
+def test_the_exact_field_of_one_image_ends_at_that_image(solver):
+    image = torch.randn((2, 3, 5, 4), generator=torch.Generator().manual_seed(1))
+    noise = torch.randn((2, 3, 5, 4), generator=torch.Generator().manual_seed(2))
+    ends = denoised(lambda x, sigma: (x - image) / sigma, noise, shift_three(10), solver)
+    torch.testing.assert_close(ends, image, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("solver", ["ode", "dpm2"])
+def test_the_model_is_asked_at_the_grid_untruncated_once_a_step(solver):
+    sigmas, model = shift_three(10), Field(wavy)
+    denoised(model, torch.zeros(3, 1, 2, 2), sigmas, solver)
+    assert model.sigmas == sigmas[:-1].tolist()
+
+
+@pytest.mark.parametrize(
+    "noise", [torch.zeros(2, 3), torch.zeros(1, 1, 2, 2).bfloat16(), torch.zeros(1, 1, 2, 2).long()]
+)
+def test_noise_that_is_not_float32_latents_is_refused(noise):
+    with pytest.raises(ValueError, match="noise must be"):
+        denoised(wavy, noise, shift_three(2), "ode")
+
+
+@pytest.mark.parametrize("solver", ["ode", "dpm2"])
+def test_the_loop_never_reads_a_value_from_the_device(solver):
+    # A meta tensor has no values: anything that would wait for a device raises here.
+    noise = torch.empty((2, 1, 3, 3), device="meta")
+    out = denoised(wavy, noise, shift_three(5), solver)
+    assert out.device.type == "meta"
+    assert out.shape == noise.shape
+
+
+def test_no_graph_is_kept():
+    weight = torch.ones((), requires_grad=True)
+    out = denoised(lambda x, s: weight * x, torch.ones(1, 1, 2, 2), shift_three(3), "dpm2")
+    assert not out.requires_grad

@@ -1,0 +1,78 @@
+import pytest
+import torch
+from diffusers.utils.torch_utils import randn_tensor
+
+from wfm_ds.sampling.noise import noisy_latents, seeded_normal
+
+SHAPES = [(2, 3, 5, 7), (3, 1, 3, 5, 2)]
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 5), (1, 1, 1), (2, 3, 4, 5)])
+def test_plain_diffusers_draws_the_same_noise_from_the_seeds(shape):
+    seeds = [0, 7, 2**62 + 11]
+    generators = [torch.Generator("cpu").manual_seed(s) for s in seeds]
+    theirs = randn_tensor((3, *shape), generator=generators, dtype=torch.float32)
+    ours = seeded_normal(seeds, shape, "cpu")
+    assert ours.dtype == torch.float32
+    assert torch.equal(ours, theirs)
+
+
+def test_noise_depends_on_the_seed_and_not_on_the_batch_or_the_global_state():
+    torch.manual_seed(1)
+    together = seeded_normal([5, 6, 5], (2, 4, 4))
+    state = torch.get_rng_state()
+    alone = seeded_normal([6], (2, 4, 4))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(together[1], alone[0])
+    assert torch.equal(together[0], together[2])
+    assert not torch.equal(together[0], together[1])
+
+
+def test_noise_on_the_cpu_is_that_of_the_low_32_bits():
+    whole, low, other = seeded_normal([5 + 2**40, 5, 4], (2, 4, 4))
+    assert torch.equal(whole, low)
+    assert not torch.equal(low, other)
+
+
+def test_noise_for_no_samples_is_refused():
+    with pytest.raises(ValueError, match="at least one seed"):
+        seeded_normal([], (1, 2, 2))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_noisy_latents_are_the_linear_path(shape):
+    clean, noise = torch.randn(shape), torch.randn(shape)
+    sigma = torch.linspace(0, 1, shape[0])
+    s = sigma.double().numpy().reshape(-1, *[1] * (len(shape) - 1))
+    want = (1 - s) * clean.double().numpy() + s * noise.double().numpy()
+    torch.testing.assert_close(noisy_latents(clean, noise, sigma).double(), torch.from_numpy(want), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_ends_of_the_path_are_exact(shape):
+    clean, noise = torch.randn(shape), torch.randn(shape)
+    assert torch.equal(noisy_latents(clean, noise, torch.zeros(shape[0])), clean)
+    assert torch.equal(noisy_latents(clean, noise, torch.ones(shape[0])), noise)
+
+
+@pytest.mark.parametrize(
+    ("clean", "noise", "sigma", "message"),
+    [
+        (torch.zeros(2, 1, 3, 3), torch.zeros(2, 1, 3, 4), torch.zeros(2), "one shape"),
+        (torch.zeros(2, 1, 3, 3), torch.zeros(2, 1, 3, 3), torch.zeros(2, 1), r"sigma must be \[2\]"),
+        (torch.zeros(2, 1, 3, 3), torch.zeros(2, 1, 3, 3), torch.zeros(()), r"sigma must be \[2\]"),
+        (
+            torch.zeros(2, 1, 3, 3),
+            torch.zeros(2, 1, 3, 3),
+            torch.zeros(2, dtype=torch.int64),
+            "sigma must be torch.float",
+        ),
+        (torch.zeros(2, 1, 3, 3).bfloat16(), torch.zeros(2, 1, 3, 3), torch.zeros(2), "float32"),
+        (torch.zeros(2, 1, 3, 3).long(), torch.zeros(2, 1, 3, 3).long(), torch.zeros(2), "float32"),
+        (torch.zeros(2, 9), torch.zeros(2, 9), torch.zeros(2), r"\[B,C,h,w\]"),
+        (torch.zeros(0, 1, 3, 3), torch.zeros(0, 1, 3, 3), torch.zeros(0), "not empty"),
+    ],
+)
+def test_what_does_not_belong_together_is_refused(clean, noise, sigma, message):
+    with pytest.raises(ValueError, match=message):
+        noisy_latents(clean, noise, sigma)

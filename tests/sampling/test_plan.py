@@ -1,0 +1,241 @@
+"""Stochastic solvers against the published formulas in float64, and where noise enters."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wfm_ds.errors import RecipeError
+from wfm_ds.recipe_sampling import ProgressiveWindow, RandomWindow, SubsetWindow
+from wfm_ds.sampling.denoise import step_seeds
+from wfm_ds.sampling.plan import deterministic_plan, noisy_steps, possible_steps, stochastic_plan
+from wfm_ds.sampling.schedule import shifted
+from wfm_kernels import reference, sde_log_prob
+from wfm_kernels.noise import normal
+
+FP64 = torch.float64
+# What diffusers' Euler scheduler of shift 3 walks in ten steps.
+SHIFT_3 = [1, 0.960129, 0.913349, 0.857692, 0.790368, 0.707278, 0.602151, 0.464876, 0.278049, 0.008929, 0]
+LEVELS = {"flow_sde": 0.7, "dance": 0.3, "cps": 0.8}
+SHAPE = (2, 3, 4, 5)
+
+
+def grid(*values):
+    return torch.tensor(values, dtype=FP64)
+
+
+def shift_three(num_steps):
+    return shifted(torch.linspace(1, 0, num_steps + 1, dtype=FP64), 3.0)
+
+
+def wavy(x, sigma):
+    return torch.sin(3 * x) + sigma * x - 0.3
+
+
+def start(shape=SHAPE, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def plan_of(solver, sigmas=None, **options):
+    sigmas = grid(*SHIFT_3) if sigmas is None else sigmas
+    return stochastic_plan(solver, sigmas, noise_level=LEVELS[solver], **options)
+
+
+@pytest.mark.parametrize("form", ["published", "gaussian"])
+@pytest.mark.parametrize("solver", LEVELS)
+def test_stored_steps_are_the_published_steps_and_their_log_probabilities(solver, form):
+    sigmas, stored = grid(*SHIFT_3), [0, 1, 5, 8]
+    plan = plan_of(solver, stored=stored, keep_means=True, gaussian=form == "gaussian")
+    trajectory = plan.run(wavy, start(), [7, 8])
+    assert [step.index for step in trajectory.stored] == stored
+    for step in trajectory.stored:
+        k, x = step.index, step.latents.double()
+        s, after = sigmas[k].expand(2), sigmas[k + 1].expand(2)
+        level = torch.full((2,), LEVELS[solver], dtype=FP64)
+        velocity = wavy(step.latents, float(sigmas[k])).double()
+        mean, std = reference.sde_mean_and_std(solver, x, velocity, s, after, level, SHIFT_3[1])
+        torch.testing.assert_close(step.mean.double(), mean, rtol=0, atol=2e-6)
+        drawn = normal(step_seeds([7, 8], k), math.prod(SHAPE[1:])).view(SHAPE)
+        torch.testing.assert_close(step.next_latents.double(), mean + std * drawn, rtol=0, atol=2e-6)
+        kind = "dance" if form == "gaussian" else solver  # the oracle's name for the Gaussian form
+        want = reference.sde_log_prob(kind, step.next_latents.double(), mean, std)
+        torch.testing.assert_close(step.log_prob.double(), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("solver", LEVELS)
+def test_training_computes_the_bits_of_the_stored_log_probability_in_any_batch(solver):
+    plan = plan_of(solver, stored=range(9))
+    trajectory = plan.run(wavy, start(), [7, 8])
+    for step in trajectory.stored:
+        velocity, row = wavy(step.latents, plan.steps[step.index].sigma), plan.table[step.index].expand(2, -1)
+        assert torch.equal(sde_log_prob(velocity, step.latents, step.next_latents, row), step.log_prob)
+        alone = sde_log_prob(velocity[1:], step.latents[1:], step.next_latents[1:], row[1:])
+        assert torch.equal(alone, step.log_prob[1:])
+
+
+def test_the_noise_of_flow_sde_on_the_ten_step_grid():
+    stds = plan_of("flow_sde").table[:, 2].tolist()
+    want = [0.7000, 0.7430, 0.5362, 0.4459, 0.3918, 0.3528, 0.3191, 0.2820, 0.2254, 0.0063]
+    assert stds == pytest.approx(want, abs=6e-5)
+    assert plan_of("cps").table[5, 2].item() == pytest.approx(0.572679, abs=1e-6)
+
+
+@pytest.mark.parametrize("solver", LEVELS)
+def test_a_stochastic_grid_begins_at_one(solver):
+    almost = plan_of(solver, grid(0.9997, *SHIFT_3[1:]))
+    assert almost.steps == plan_of(solver).steps
+    assert torch.equal(almost.table, plan_of(solver).table)
+    assert almost.steps[0].sigma == 1.0
+
+
+def test_the_last_step_has_the_noise_that_the_published_samplers_give_it():
+    assert {solver: 9 in plan_of(solver).noisy for solver in LEVELS} == {"flow_sde": True, "dance": False, "cps": False}
+    plan = plan_of("dance")
+    c_x, c_v = plan.table[9, :2].tolist()
+    assert (c_x, c_v) == pytest.approx((1, -plan.steps[9].sigma))  # x0_hat
+
+
+@pytest.mark.parametrize("solver", LEVELS)
+def test_outside_the_window_steps_are_euler(solver):
+    plan = plan_of(solver, noisy=[2, 3], stored=[2, 3])
+    trajectory, euler = plan.run(wavy, start(), [7, 8]), deterministic_plan("ode", grid(*SHIFT_3))
+    assert plan.noisy == (2, 3)
+    outside = [k for k in range(10) if k not in (2, 3)]
+    assert torch.equal(plan.table[outside], euler.table[outside])
+    assert torch.equal(plan.table[[2, 3]], plan_of(solver).table[[2, 3]])  # sigma_max is the whole grid's
+    x = start()
+    for step in euler.steps[:2]:
+        x = x + (step.sigma_next - step.sigma) * wavy(x, step.sigma)
+    torch.testing.assert_close(trajectory.stored[0].latents, x, rtol=0, atol=1e-6)
+
+
+def test_without_noisy_steps_a_stochastic_plan_has_the_bits_of_ode():
+    ode = deterministic_plan("ode", grid(*SHIFT_3)).run(wavy, start(), [7, 8])
+    assert torch.equal(plan_of("flow_sde", noisy=[]).run(wavy, start(), [7, 8]).clean, ode.clean)
+
+
+@pytest.mark.parametrize("solver", LEVELS)
+def test_what_a_sample_becomes_depends_on_its_seed_alone(solver):
+    noise, plan = start((3, 2, 3, 5)), plan_of(solver, stored=[1, 4])
+    together = plan.run(wavy, noise, [11, 12, 13])
+    turned = plan.run(wavy, noise.flip(0), [13, 12, 11])
+    alone = plan.run(wavy, noise[1:2], [12])
+    other = plan.run(wavy, noise[1:2], [99])
+    assert torch.equal(turned.clean.flip(0), together.clean)
+    assert torch.equal(alone.clean, together.clean[1:2])
+    for one, of_three in zip(alone.stored, together.stored, strict=True):
+        assert torch.equal(one.next_latents, of_three.next_latents[1:2])
+        assert torch.equal(one.log_prob, of_three.log_prob[1:2])
+    assert not torch.equal(other.clean, alone.clean)
+
+
+def test_noise_differs_by_step():
+    assert len({int(step_seeds([5], k)) for k in range(100)}) == 100
+
+
+def gaussian(mean, std):
+    """The exact velocity of data N(mean, std^2)."""
+
+    def velocity(x, sigma):
+        spread = (1 - sigma) ** 2 * std**2 + sigma**2
+        return (sigma - (1 - sigma) * std**2) / spread * (x - (1 - sigma) * mean) - mean
+
+    return velocity
+
+
+@pytest.mark.parametrize("solver", ["flow_sde", "dance"])
+def test_the_stochastic_flow_of_a_gaussian_ends_at_that_gaussian(solver):
+    # A correction of the wrong sign ends at a std of 9.5 (flow_sde) or 0.55 (dance).
+    noise = start((2, 1, 40, 50))
+    ends = plan_of(solver, shift_three(200)).run(gaussian(1.3, 0.4), noise, [1, 2]).clean
+    assert ends.mean().item() == pytest.approx(1.3, abs=0.03)
+    assert ends.std().item() == pytest.approx(0.4, abs=0.02)
+
+
+@pytest.mark.parametrize("solver", LEVELS)
+def test_the_loop_never_reads_a_value_from_the_device(solver):
+    noise = torch.empty((2, 1, 3, 3), device="meta")  # anything that would wait for a device raises here
+    trajectory = plan_of(solver, stored=[2]).run(wavy, noise, [1, 2])
+    assert trajectory.clean.device.type == trajectory.stored[0].log_prob.device.type == "meta"
+
+
+def test_a_noise_level_that_turns_the_sign_of_the_latents_is_refused():
+    with pytest.raises(RecipeError, match=r"noise_level 1.5 of flow_sde is too large for steps \[0"):
+        stochastic_plan("flow_sde", grid(*SHIFT_3), noise_level=1.5)
+
+
+WINDOWS = {
+    "random": RandomWindow(kind="random", size=3),
+    "random, range": RandomWindow(kind="random", size=2, range=(4, 9)),
+    "progressive": ProgressiveWindow(kind="progressive", size=4, iters_per_position=2),
+    "subset": SubsetWindow(kind="subset", size=2, indices=[1, 3, 4, 7]),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_are_steps_that_may_be_trained_on(name):
+    window = WINDOWS[name]
+    window.check(10)
+    seen = set()
+    for step in range(1, 200):
+        steps = noisy_steps(window, 10, run_seed=3, step=step)
+        assert len(steps) == window.size
+        assert steps == sorted(set(steps))
+        seen |= set(steps)
+    assert sorted(seen) == possible_steps(window, 10)
+    assert max(seen) <= 8
+
+
+def test_without_a_window_all_but_the_last_step_are_trained_on():
+    assert noisy_steps(None, 10, run_seed=0, step=1) == possible_steps(None, 10) == list(range(9))
+
+
+def test_a_progressive_window_moves_and_begins_again():
+    window = ProgressiveWindow(kind="progressive", size=4, stride=2, iters_per_position=3, range=(1, 9))
+    firsts = [noisy_steps(window, 10, run_seed=0, step=step)[0] for step in range(1, 13)]
+    assert firsts == [1, 1, 1, 3, 3, 3, 5, 5, 5, 2, 2, 2]  # 5 places: after 1, 3, 5 comes 7, which is 2
+
+
+def test_random_windows_take_every_place_equally_often():
+    num_draws, window = 4000, RandomWindow(kind="random", size=3, range=(1, 9))
+    places = Counter(noisy_steps(window, 10, run_seed=0, step=step)[0] for step in range(num_draws))
+    assert sorted(places) == [1, 2, 3, 4, 5, 6]
+    mean = num_draws / 6
+    assert sum((n - mean) ** 2 / mean for n in places.values()) < 20.5  # 99.9 % quantile, 5 degrees of freedom
+
+
+def test_subsets_take_every_index_equally_often():
+    num_draws, window = 4000, SubsetWindow(kind="subset", size=2, indices=[1, 3, 4, 7])
+    draws = [tuple(noisy_steps(window, 10, run_seed=0, step=step)) for step in range(num_draws)]
+    pairs = Counter(draws)
+    assert len(pairs) == 6
+    mean = num_draws / 6
+    assert sum((n - mean) ** 2 / mean for n in pairs.values()) < 20.5  # 99.9 % quantile, 5 degrees of freedom
+
+
+@given(st.integers(2, 30), st.integers(1, 30), st.integers(0, 30), st.integers(0, 30))
+@settings(deadline=None)
+def test_a_range_that_cannot_hold_the_window_is_refused_and_any_other_can_be_drawn_from(num_steps, size, first, last):
+    window = RandomWindow(kind="random", size=size, range=(first, last))
+    if last > num_steps - 1 or last - first < size:
+        with pytest.raises(ValueError, match=rf"size {size} and the range \[{first}, {last}\] of {num_steps} steps"):
+            window.check(num_steps)
+    else:
+        window.check(num_steps)
+        assert set(noisy_steps(window, num_steps, run_seed=0, step=1)) <= set(range(first, last))
+
+
+@pytest.mark.parametrize(
+    ("window", "message"),
+    [
+        ({"size": 2, "indices": [1, 9]}, r"may go to 8 when sampling\.steps is 10"),
+        ({"size": 3, "indices": [1, 2]}, "size 3 needs at least as many different indices"),
+        ({"size": 1, "indices": [1, 1]}, "different indices"),
+    ],
+)
+def test_subsets_with_the_last_step_or_too_few_indices_are_refused(window, message):
+    with pytest.raises(ValueError, match=message):
+        SubsetWindow(kind="subset", **window).check(10)

@@ -1,0 +1,163 @@
+"""What a recipe keeps on disk: exactly what its run will ask for, computed once, by whichever rank."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from wfm_ds import recipe_file
+from wfm_ds.caches import EmbeddingFile, Filler, drop_idle_encoders, latent_cache, needed_texts, text_cache
+from wfm_ds.data.media import load_media
+from wfm_ds.data.order import BatchSource
+from wfm_ds.data.pixels import centre
+from wfm_ds.datasets import framing, load_data
+from wfm_ds.errors import DataError, RecipeError
+from wfm_ds.models.base import NegativeText
+from wfm_ds.preflight import load_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def images(tmp_path):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for i in range(7):
+        Image.fromarray(np.random.default_rng(i).integers(0, 256, (32, 40, 3), np.uint8)).save(folder / f"{i}.png")
+        (folder / f"{i}.json").write_text(json.dumps({"prompt": f"shade {i % 3}"}))
+    return folder
+
+
+@pytest.fixture
+def sft(tmp_path, root, tiny_pipelines, images):
+    def recipe(*overrides):
+        return recipe_file.load(
+            root / "recipes" / "tiny" / "sd3_sft.yaml",
+            [
+                f"run.output_dir={tmp_path / 'out'}",
+                f"model.path={tiny_pipelines('sd3')}",
+                f"data.path={images}",
+                f"data.cache_dir={tmp_path / 'cache'}",
+                "data.cache_latents=true",
+                "data.clip=centre",
+                "data.max_bad_fraction=0.3",
+                *overrides,
+            ],
+        )
+
+    return recipe
+
+
+def filled(recipe, model, data, ranks):
+    return [Filler(recipe, model, data, rank, ranks).fill(show=False) for rank in range(ranks)]
+
+
+def test_ranks_share_the_work_and_nothing_is_done_twice(sft):
+    recipe = sft("validation.num_prompts=2")
+    model, data = load_model(recipe, CPU), load_data(recipe)
+    texts = {"shade 0", "shade 1", "shade 2", NegativeText("")}
+    assert set(needed_texts(recipe, model, data)) == texts
+    counts = filled(recipe, model, data, 3)
+    assert sum(c["new"] for c in counts) == len(texts) + 7
+    assert max(c["new"] for c in counts) <= 5
+    assert [c["kept"] + c["bad"] for c in counts] == [0, 0, 0]
+    (again,) = filled(recipe, model, data, 1)
+    assert again == {"new": 0, "kept": len(texts) + 7, "bad": 0}
+    cache = text_cache(recipe, model, data)
+    assert drop_idle_encoders(model, cache, texts)
+    assert model.parts_named("text_encoder") == {}
+    cache.encode(list(texts))
+
+
+def test_encoders_stay_while_a_text_is_missing(sft):
+    recipe = sft()
+    model, data = load_model(recipe, CPU), load_data(recipe)
+    needed = iter(["shade 0", "shade 1"])
+    assert not drop_idle_encoders(model, text_cache(recipe, model, data), needed)
+    assert next(needed) == "shade 1"  # the first that is missing says it all
+    assert not drop_idle_encoders(
+        model, text_cache(sft("data.cache_dir=null", "data.cache_latents=false"), model, data), ["x"]
+    )
+    assert len(model.parts_named("text_encoder")) == 3
+
+
+def test_guidance_needs_its_negative_texts(sft, root, tiny_pipelines, tmp_path):
+    recipe = sft("sampling.guidance_scale=3", "sampling.negative_prompt=blurry", "data.caption_dropout=0")
+    model = load_model(recipe, CPU)
+    negatives = [t for t in needed_texts(recipe, model, load_data(recipe)) if isinstance(t, NegativeText)]
+    assert negatives == [NegativeText("blurry")]
+    rl = recipe_file.load(
+        root / "recipes" / "tiny" / "sd3_nft.yaml",
+        [
+            f"model.path={tiny_pipelines('sd3')}",
+            f"data.path={root / 'recipes' / 'tiny' / 'prompts' / 'colors'}",
+            "sampling.guidance_scale=2",
+            f"run.output_dir={tmp_path / 'rl'}",
+        ],
+    )
+    data = load_data(rl)
+    assert set(needed_texts(rl, model, data)) == {*(p.text for p in data.prompts), NegativeText("")}
+
+
+def test_cached_latents_stand_in_for_decoding_and_encoding(sft, images):
+    recipe = sft()
+    model, data = load_model(recipe, CPU), load_data(recipe)
+    cache, frames = latent_cache(recipe, model), framing(recipe)
+    filled(recipe, model, data, 1)
+    source = BatchSource(
+        data.samples,
+        global_batch=4,
+        seed=0,
+        shuffle=True,
+        framing=frames,
+        max_bad_fraction=0.0,
+        cached=lambda media: cache.read(media.identity()),
+    )
+    try:
+        for sample in source.batch(1, 0, 1):
+            assert sample.pixels is None
+            want = model.encode_media([load_media(sample.media, frames, centre)])[0]
+            torch.testing.assert_close(sample.latents, want, rtol=0, atol=0)
+    finally:
+        source.close()
+    (changed,) = [s for s in data.samples if s.id == data.samples[0].id]
+    Image.new("RGB", (32, 32), "red").save(changed.media.path)
+    assert cache.read(changed.media.identity()) is None
+    assert (
+        latent_cache(sft("sampling.height=32", "sampling.width=32"), model).read(data.samples[1].media.identity())
+        is None
+    )
+
+
+def test_bad_media_are_counted_up_to_the_limit(sft, images):
+    recipe = sft()
+    model = load_model(recipe, CPU)
+    for number in (2, 5):
+        (images / f"{number}.png").write_bytes(b"")
+    data = load_data(recipe)
+    (counts,) = filled(recipe, model, data, 1)
+    assert (counts["bad"], counts["new"]) == (2, 4 + 5)
+    with pytest.raises(DataError, match=r"2 media cannot be used, more than data\.max_bad_fraction 0\.2 of "):
+        filled(sft("data.max_bad_fraction=0.2"), model, data, 1)
+
+
+@pytest.mark.parametrize("override", ["data.cache_dir=null", "data.crop=random", "data.clip=random"])
+def test_latents_that_differ_each_epoch_cannot_be_kept(sft, override):
+    with pytest.raises(RecipeError, match="cache_latents needs a cache_dir, and clip: centre and crop: centre"):
+        sft(override)
+
+
+def test_an_embedding_file_holds_one_matrix(tmp_path):
+    path = tmp_path / "a.safetensors"
+    save_file({"prompt_embeds": torch.ones(3, 4, dtype=torch.bfloat16)}, path)
+    assert torch.equal(EmbeddingFile(path).load(), torch.ones(3, 4, dtype=torch.bfloat16))
+    for tensors in ({"a": torch.ones(3)}, {"a": torch.ones(3, 4), "b": torch.ones(3, 4)}):
+        save_file(tensors, path)
+        with pytest.raises(DataError, match=r"must hold one tensor \[n, D\]"):
+            EmbeddingFile(path).load()
+    path.write_bytes(b"short")
+    with pytest.raises(DataError, match="cannot be read"):
+        EmbeddingFile(path).load()

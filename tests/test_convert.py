@@ -1,0 +1,276 @@
+"""`wfm_ds.convert` on checkpoints cut by hand; real ones of runs on two ranks: distributed/test_convert.py."""
+
+import json
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from peft import LoraConfig, get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+
+from folders import contents
+from wfm_ds import convert
+from wfm_ds.checkpoint.cuts import file_name
+from wfm_ds.checkpoint.export import adapter_settings, export
+from wfm_ds.checkpoint.store import COMPLETE
+from wfm_ds.checkpoint.target import ExportTarget
+from wfm_ds.models import registry
+
+RANK, ALPHA = 4, 10.0
+
+
+class Weights:
+    """Tensors by name as an export's source."""
+
+    def __init__(self, tensors, config=None):
+        self.tensors, self.config, self.lora = tensors, config, config is not None
+
+    def lora_config(self):
+        return self.config
+
+    def named_full_tensors(self, policy):
+        yield from self.tensors.items()
+
+
+def write_checkpoint(folder, target, states, *, dtype="float32", lora=None):
+    """What two ranks would have saved: each state's tensors in one row, rank 0 with the first 60 % of it. states: by
+    policy, parameters by name."""
+    folder.mkdir(parents=True)
+    rows = {policy: torch.cat([t.float().flatten() for t in of.values()]) for policy, of in states.items()}
+    total = len(rows["train"])
+    bounds = [0, int(0.6 * total), total]
+    for rank in (0, 1):
+        low, high = bounds[rank : rank + 2]
+        layout, place = {}, 0
+        for name, tensor in states["train"].items():
+            first, last = max(place, low), max(min(place + tensor.numel(), high), max(place, low))
+            layout[name] = [0, max(first - low, 0) if last > first else 0, first - place, last - first]
+            place += tensor.numel()
+        note = target.to_json() | {"dtype": dtype, "lora": lora}
+        plain = {"engine": {}, "loop": {}, "layout": layout, "export": note}
+        tensors = {f"{policy}.0": row[low:high].clone() for policy, row in rows.items()}
+        tensors["optimizer.exp_avg.0"] = torch.zeros(high - low)
+        save_file(tensors, folder / file_name(rank), metadata={k: json.dumps(v) for k, v in plain.items()})
+    sizes = {file_name(rank): (folder / file_name(rank)).stat().st_size for rank in (0, 1)}
+    marker = {"step": 7, "world_size": 2, "facts": {}, "files": sizes}
+    (folder / COMPLETE).write_text(json.dumps(marker))
+    return folder
+
+
+def moved(tensors, seed):
+    draw = torch.Generator().manual_seed(seed)
+    return {name: t + 0.05 * torch.randn(t.shape, generator=draw) for name, t in tensors.items()}
+
+
+def run(capsys, *words):
+    """Exit code, and what was printed where."""
+    code = convert.main([str(word) for word in words])
+    printed = capsys.readouterr()
+    return code, printed.err if code else printed.out
+
+
+@pytest.fixture
+def model(tiny_pipelines):
+    return registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+
+
+@pytest.fixture
+def full(model, tmp_path):
+    """A checkpoint of all weights, and the two policies in it."""
+    start = {name: p.detach() for name, p in model.bare_denoiser.named_parameters()}
+    states = {"train": moved(start, 1), "ema": moved(start, 2)}
+    return write_checkpoint(tmp_path / "step_7", ExportTarget.of(model), states), states
+
+
+@pytest.fixture
+def adapter(model, tmp_path):
+    """A checkpoint of a LoRA run whose weights the model itself has now."""
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(model.default_lora_targets))
+    model.bare_denoiser.add_adapter(config, adapter_name="default")
+    parameters = {name: p for name, p in model.bare_denoiser.named_parameters() if "lora" in name}
+    states = {"train": moved({name: p.detach() for name, p in parameters.items()}, 3)}
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(states["train"][name])
+    target = ExportTarget.of(model)
+    config = model.bare_denoiser.peft_config["default"]
+    settings = adapter_settings(config, target.base)
+    folder = write_checkpoint(tmp_path / "step_7", target, states, dtype="bfloat16", lora=settings)
+    return folder, Weights(get_peft_model_state_dict(model.bare_denoiser, adapter_name="default"), config)
+
+
+def pixels(pipe, model):
+    pipe.set_progress_bar_config(disable=True)
+    call = model.pipeline_call(2.0, 32, 32)
+    generator = torch.Generator("cpu").manual_seed(5)
+    return pipe("a red circle", generator=generator, num_inference_steps=2, output_type="pt", **call).images
+
+
+def test_a_full_checkpoint_gives_the_files_that_the_run_would_export(model, full, tmp_path, capsys):
+    checkpoint, states = full
+    assert run(capsys, checkpoint, tmp_path / "out")[0] == 0
+    with torch.no_grad():
+        for name, parameter in model.bare_denoiser.named_parameters():
+            parameter.copy_(states["ema"][name])
+    own = Weights(model.bare_denoiser.state_dict())
+    export(ExportTarget.of(model), own, tmp_path / "own", policy="ema", dtype=torch.float32, is_main=True)
+    assert contents(tmp_path / "out") == contents(tmp_path / "own")
+    pipe = DiffusionPipeline.from_pretrained(tmp_path / "out", local_files_only=True)
+    assert_close(pixels(pipe, model), pixels(model.pipeline, model), atol=1e-5, rtol=0)
+
+
+def test_policy_and_dtype_can_be_chosen(full, tmp_path, capsys):
+    checkpoint, states = full
+    code, text = run(capsys, checkpoint, tmp_path / "out", "--policy", "train", "--dtype", "bfloat16")
+    assert code == 0
+    assert f'DiffusionPipeline.from_pretrained("{tmp_path / "out"}"' in text
+    weights = load_file(tmp_path / "out" / "transformer" / "diffusion_pytorch_model.safetensors")
+    for name, tensor in states["train"].items():
+        assert torch.equal(weights[name], tensor.bfloat16())
+
+
+def test_a_lora_checkpoint_gives_the_files_that_the_run_would_export(model, adapter, tmp_path, capsys):
+    checkpoint, own = adapter
+    assert run(capsys, checkpoint, tmp_path / "out")[0] == 0
+    export(ExportTarget.of(model), own, tmp_path / "own", policy="train", dtype=torch.float32, is_main=True)
+    assert contents(tmp_path / "out") == contents(tmp_path / "own")
+
+
+def test_a_merged_lora_is_a_pipeline_with_what_peft_merges(model, adapter, tmp_path, capsys):
+    checkpoint, _ = adapter
+    assert run(capsys, checkpoint, tmp_path / "out", "--merge-lora", "--dtype", "float32")[0] == 0
+    drawn = pixels(model.pipeline, model)
+    got = load_file(tmp_path / "out" / "transformer" / "diffusion_pytorch_model.safetensors")
+    model.bare_denoiser.fuse_lora()
+    model.bare_denoiser.unload_lora()
+    want = model.bare_denoiser.state_dict()
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert_close(got[name], tensor, atol=1e-6, rtol=1e-6)
+    pipe = DiffusionPipeline.from_pretrained(tmp_path / "out", local_files_only=True)
+    assert_close(pixels(pipe, model), drawn, atol=1e-5, rtol=0)
+
+
+def test_merging_keeps_the_runs_dtype(adapter, tmp_path, capsys):
+    assert run(capsys, adapter[0], tmp_path / "out", "--merge-lora")[0] == 0
+    weights = load_file(tmp_path / "out" / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+
+
+@pytest.fixture
+def foreign_lora(adapter, tmp_path):
+    """As Cosmos-RL writes it: PEFT's names without diffusers' prefix, and alpha in the config alone."""
+
+    def write(prefix="", inside="", **changes):
+        folder = tmp_path / "theirs" / inside
+        folder.mkdir(parents=True)
+        tensors = {prefix + name: tensor.contiguous() for name, tensor in adapter[1].tensors.items()}
+        save_file(tensors, folder / "model.safetensors")
+        targets = sorted(adapter[1].config.target_modules)
+        config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": targets, "not_of_peft": 1}
+        (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+        return tmp_path / "theirs"
+
+    return write
+
+
+@pytest.mark.parametrize(("prefix", "inside"), [("", ""), ("base_model.model.", "lora"), ("transformer.", "lora")])
+def test_a_lora_of_others_becomes_one_that_diffusers_loads_at_its_scale(
+    prefix, inside, foreign_lora, model, tmp_path, capsys
+):
+    code, text = run(capsys, foreign_lora(prefix, inside), tmp_path / "out")
+    assert code == 0
+    assert "its layers were not checked" in text
+    pipe = DiffusionPipeline.from_pretrained(model.path, local_files_only=True)
+    pipe.load_lora_weights(str(tmp_path / "out" / "lora"), weight_name="model.safetensors", adapter_name="default")
+    assert pipe.get_active_adapters() == ["default"]
+    assert pipe.transformer.transformer_blocks[0].attn.to_k.scaling["default"] == ALPHA / RANK
+    assert_close(pixels(pipe, model), pixels(model.pipeline, model), atol=1e-5, rtol=0)
+
+
+def test_a_lora_of_others_is_checked_against_a_base_and_can_be_merged(foreign_lora, model, tmp_path, capsys):
+    theirs = foreign_lora()
+    assert run(capsys, theirs, tmp_path / "out", "--base", model.path)[0] == 0
+    assert run(capsys, theirs, tmp_path / "whole", "--base", model.path, "--merge-lora", "--dtype", "float32")[0] == 0
+    pipe = DiffusionPipeline.from_pretrained(tmp_path / "whole", local_files_only=True)
+    assert_close(pixels(pipe, model), pixels(model.pipeline, model), atol=1e-5, rtol=0)
+
+
+def test_a_lora_of_others_that_cannot_be_right_is_refused(foreign_lora, model, tmp_path, capsys):
+    theirs = foreign_lora(r=2)
+    code, text = run(capsys, theirs, tmp_path / "out", "--base", model.path)
+    assert (code, "of rank 2 do not fit a layer" in text) == (2, True)
+    assert run(capsys, theirs, tmp_path / "out")[0] == 2
+    assert not (tmp_path / "out").exists()
+    code, text = run(capsys, theirs, tmp_path / "out", "--merge-lora")
+    assert (code, "by --base to merge it" in text) == (2, True)
+
+
+def test_arguments_that_a_lora_of_others_has_no_use_for_are_refused(foreign_lora, tmp_path, capsys):
+    theirs = foreign_lora()
+    code, text = run(capsys, theirs, tmp_path / "out", "--policy", "ema")
+    assert (code, text) == (2, f"{theirs} holds the weights of one policy: leave --policy out\n")
+    code, text = run(capsys, theirs, tmp_path / "out", "--dtype", "bfloat16")
+    assert (code, "always written in float32" in text) == (2, True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_that_cannot_be_written_is_one_sentence(foreign_lora, model, tmp_path, capsys):
+    theirs = foreign_lora()
+    (tmp_path / "file").write_text("mine")
+    for words in ([], ["--base", model.path]):
+        for out in (tmp_path / "file", tmp_path / "file" / "out"):
+            code, text = run(capsys, theirs, out, *words)
+            assert (code, text.count("\n")) == (2, 1)
+            assert f"{out}: the export could not be written (" in text
+
+
+def test_what_cannot_be_converted_is_one_sentence(full, model, tmp_path, capsys):
+    checkpoint, _ = full
+
+    def refused(*words):
+        code, text = run(capsys, *words)
+        assert code == 2
+        assert text.count("\n") == 1
+        return text
+
+    out = tmp_path / "out"
+    assert "holds the weights ema, train, not old" in refused(checkpoint, out, "--policy", "old")
+    assert "holds all weights, no LoRA" in refused(checkpoint, out, "--merge-lora")
+    assert "would replace what it is made from" in refused(checkpoint, checkpoint)
+    assert "would replace what it is made from" in refused(checkpoint, tmp_path)
+    assert "would replace the base model" in refused(checkpoint, model.path)
+    assert "is no checkpoint" in refused(tmp_path / "nothing", out)
+    assert "has no transformer" in refused(checkpoint, out, "--base", empty_pipeline(tmp_path))
+    (checkpoint / file_name(1)).write_bytes(b"")
+    assert "is damaged" in refused(checkpoint, out)
+    assert not out.exists()
+
+
+def empty_pipeline(tmp_path):
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    (folder / "model_index.json").write_text('{"_class_name": "StableDiffusion3Pipeline"}')
+    return folder
+
+
+def test_a_checkpoint_of_another_model_is_refused(full, tiny_pipelines, tmp_path, capsys):
+    code, text = run(capsys, full[0], tmp_path / "out", "--base", tiny_pipelines("digits"))
+    assert (code, "holds other weights than the transformer of" in text) == (2, True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_lora_has_one_dtype(adapter, tmp_path, capsys):
+    code, text = run(capsys, adapter[0], tmp_path / "out", "--dtype", "bfloat16")
+    assert (code, "always written in float32" in text) == (2, True)
+
+
+def test_pickles_are_not_read_unasked(tmp_path, capsys):
+    (tmp_path / "latest").write_text("global_step3")
+    code, text = run(capsys, tmp_path, tmp_path.parent / "out")
+    assert (code, "add --trust-pickle" in text) == (2, True)
+    code, text = run(capsys, tmp_path, tmp_path.parent / "out", "--trust-pickle")
+    assert (code, "name it by --base" in text) == (2, True)
+    code, text = run(capsys, tmp_path, tmp_path.parent / "out", "--trust-pickle", "--policy", "ema")
+    assert (code, "leave --policy out" in text) == (2, True)

@@ -1,0 +1,45 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wfm_ds.derived import derive
+from wfm_ds.errors import RecipeError
+from wfm_ds.recipe import Recipe
+
+
+def nft(groups=4, size=4, updates=1, micro=8, fraction=0.99, steps=10, **engine):
+    return Recipe.model_validate(
+        {
+            "run": {"output_dir": "out", "steps": 3},
+            "model": {"path": "tiny:sd3"},
+            "engine": {"micro_batch_size": micro, **engine},
+            "data": {"kind": "prompts", "path": "p"},
+            "sampling": {"height": 32, "width": 32, "steps": steps},
+            "algorithm": {"name": "diffusion_nft", "timestep_fraction": fraction, "updates_per_rollout": updates},
+            "rollout": {"prompts_per_step": groups, "group_size": size},
+            "reward": {"functions": [{"name": "color"}]},
+        }
+    )
+
+
+def test_numbers_of_an_rl_step():
+    derived = derive(nft(updates=2), world_size=2)
+    assert derived.samples_per_rank == 8
+    assert derived.terms_per_rank == 4 * 9  # half of the rank's samples an update, 9 of 10 noise levels
+    assert derived.accumulation == 5  # 36 terms in micro-batches of 8
+    assert derived.total_updates == 6
+
+
+@given(st.integers(1, 6), st.integers(2, 6), st.integers(1, 3), st.integers(1, 8))
+def test_shares_are_equal_or_refused_with_the_numbers(groups, size, updates, world):
+    recipe = nft(groups, size, updates)
+    if groups * size % (world * updates):
+        with pytest.raises(RecipeError, match=rf"= {groups} \* {size} = {groups * size} samples"):
+            derive(recipe, world)
+    else:
+        assert derive(recipe, world).samples_per_rank * world == groups * size
+
+
+def test_accumulation_is_derived_in_rl_and_may_not_be_set_too():
+    with pytest.raises(RecipeError, match=r"engine\.gradient_accumulation is derived"):
+        derive(nft(gradient_accumulation=2), world_size=1)

@@ -1,0 +1,207 @@
+"""The doctor finds what would stop a run: on this machine, in a recipe, on the hosts of a hostfile."""
+
+import json
+import os
+import socket
+import time
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+
+from wfm_ds import doctor, doctor_machine, doctor_recipe, recipe_file
+from wfm_ds.errors import RecipeError, RewardError
+from wfm_ds.estimate import memory
+from wfm_ds.findings import Finding, attempt
+from wfm_ds.preflight import load_model
+
+
+@pytest.fixture
+def recipe(tmp_path, root, tiny_pipelines):
+    """A recipe that passes, changed by overrides."""
+
+    def load(*overrides, name="sd3_nft", family="sd3"):
+        settings = [
+            f"run.output_dir={tmp_path / 'out'}",
+            f"model.path={tiny_pipelines(family)}",
+            f"data.path={root / 'recipes' / 'tiny' / 'prompts' / 'colors'}",
+        ]
+        return recipe_file.load(root / "recipes" / "tiny" / f"{name}.yaml", [*settings, *overrides])
+
+    return load
+
+
+def found(recipe, name, world_size=1):
+    (finding,) = [f for f in doctor_recipe.recipe_findings(recipe, world_size) if f.name == name]
+    return finding
+
+
+# ---- the machine
+
+
+def test_every_package_of_the_environment_fits_and_says_its_version():
+    for package in doctor_machine.PACKAGES:
+        finding = doctor_machine.version_finding(package)
+        assert finding.level == "ok", finding
+        assert finding.text[0].isdigit()
+
+
+def test_a_package_that_is_not_there_is_an_error():
+    assert doctor_machine.version_finding("no-such-package-of-anybody").level == "error"
+
+
+def test_a_version_that_another_package_refuses_is_an_error(tmp_path, monkeypatch):
+    for name, needs in {"asker": "Requires-Dist: answer<2", "answer": ""}.items():
+        folder = tmp_path / f"{name}-3.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 3.0\n{needs}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert list(doctor_machine.unmet("asker")) == [(Requirement("answer<2"), "3.0")]
+    finding = doctor_machine.version_finding("asker")
+    assert (finding.level, finding.text) == ("error", "3.0: asker asks for answer<2, 3.0 is there")
+
+
+def test_the_constraints_are_read(root):
+    versions = doctor_machine.tested_versions(root / "constraints.txt")
+    assert {"torch", "deepspeed", "diffusers", "transformers", "peft"} <= versions.keys()
+    assert doctor_machine.tested_versions(root / "nowhere.txt") == {}
+
+
+def test_a_port_in_use_is_an_error_where_machines_must_agree_on_it():
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        assert doctor_machine.port_finding(port, is_needed=True).level == "error"
+        assert doctor_machine.port_finding(port, is_needed=False).level == "warning"
+    assert doctor_machine.port_finding(port, is_needed=True).level == "ok"
+
+
+def test_a_machine_without_shared_memory_is_told(tmp_path):
+    finding = doctor_machine.shm_finding(tmp_path / "none")
+    assert (finding.level, str(tmp_path) in finding.text) == ("warning", True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_runs_take_the_cpu():
+    assert doctor_machine.gpu_finding().level == "warning"
+
+
+# ---- hosts
+
+
+def test_hosts_that_do_not_answer_are_errors_of_their_own(tmp_path):
+    (tmp_path / "hosts").write_text("one.invalid slots=8\n# spare\ntwo.invalid slots=8\n")
+    findings = doctor_machine.host_findings(tmp_path / "hosts")
+    assert [(f.name, f.level) for f in findings] == [("host one.invalid", "error"), ("host two.invalid", "error")]
+
+
+def test_a_host_that_answers_tells_its_clock(tmp_path, monkeypatch):
+    """`ssh` is a script here that runs the command on this machine."""
+    program = tmp_path / "ssh"
+    program.write_text('#!/bin/sh\nshift 5\nexec "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "hosts").write_text("here slots=1\n")
+    (finding,) = doctor_machine.host_findings(tmp_path / "hosts")
+    assert (finding.name, finding.level) == ("host here", "ok")
+
+
+def test_a_clock_that_the_travel_time_does_not_explain_is_a_warning():
+    now = time.time()
+    assert doctor_machine.clock_finding("host a", now + 0.5, now, now + 1).level == "ok"
+    assert doctor_machine.clock_finding("host a", now + 60, now, now + 1).level == "warning"
+    assert doctor_machine.clock_finding("host a", now - 60, now, now + 1).level == "warning"
+
+
+@pytest.mark.parametrize("text", ["", "node1\n", "-oProxyCommand=x slots=1\n"])
+def test_a_file_that_is_no_hostfile_is_an_error(tmp_path, text):
+    (tmp_path / "hosts").write_text(text)
+    with pytest.raises(RecipeError, match="slots=8"):
+        doctor_machine.hosts_of(tmp_path / "hosts")
+
+
+# ---- a recipe
+
+
+def test_a_missing_model_and_missing_data_are_errors_with_their_paths(recipe, tmp_path):
+    broken = recipe(f"model.path={tmp_path / 'none'}", f"data.path={tmp_path / 'void'}")
+    findings = {f.name: f for f in doctor_recipe.recipe_findings(broken, 1)}
+    assert findings["model"].level == findings["data"].level == "error"
+    assert str(tmp_path / "none") in findings["model"].text
+    assert str(tmp_path / "void") in findings["data"].text
+    assert findings["memory"].level == "warning"
+    assert "rewards" not in findings
+
+
+def test_an_output_folder_that_cannot_be_made_is_an_error(recipe, tmp_path):
+    (tmp_path / "file").write_text("")
+    broken = recipe(f"run.output_dir={tmp_path / 'file' / 'out'}", "reward.functions=[{name: mock}]")
+    assert found(broken, "output").level == "error"
+
+
+def test_a_dead_endpoint_is_an_error(recipe, tmp_path):
+    dead = recipe("reward.spawn=false", f"reward.endpoint=ipc://{tmp_path / 'dead'}", "reward.start_timeout_s=0.3")
+    with pytest.raises(RewardError):
+        doctor_recipe.reward_text(dead)
+    assert attempt("rewards", lambda: doctor_recipe.reward_text(dead)).level == "error"
+
+
+def test_samples_that_ranks_cannot_share_are_an_error(recipe):
+    assert attempt("batch", lambda: doctor_recipe.batch(recipe(), 3)).level == "error"
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("sd3_nft", "sd3"),
+        ("sd3_nft_full", "sd3"),
+        ("wan22_sft_lora", "wan22"),
+        ("sana_image_nft", "sana"),
+        ("cosmos25_nft", "cosmos25"),
+    ],
+)
+def test_the_estimate_counts_what_the_loaded_model_has(recipe, name, family):
+    settings = recipe(name=name, family=family)
+    model = load_model(settings, torch.device("cpu"))
+    loaded = memory(settings, model.denoiser, model.default_lora_targets, 2)
+    assert doctor_recipe.estimate(settings, 2) == loaded
+    assert loaded.total == sum(p.numel() for p in model.denoiser.parameters())
+
+
+def test_too_little_disk_space_and_memory_are_errors(recipe):
+    settings = recipe("checkpoint.keep=1000000000000")
+    sizes = doctor_recipe.estimate(settings, 1)
+    assert doctor_recipe.space_finding(settings, sizes).level == "error"
+    assert doctor_recipe.space_finding(recipe(), sizes).level == "ok"
+    assert doctor_recipe.memory_finding(sizes, 1).level == "ok"
+    if not torch.cuda.is_available():
+        assert doctor_recipe.memory_finding(sizes, 10**9).level == "error"
+
+
+# ---- the command
+
+
+def test_json_lists_the_findings_and_errors_make_the_exit_code_2(root, tmp_path, capsys):
+    arguments = [str(root / "recipes" / "tiny" / "sd3_sft.yaml"), f"model.path={tmp_path}", "--json"]
+    assert doctor.main([*arguments, f"data.path={tmp_path}", f"run.output_dir={tmp_path / 'out'}"]) == 2
+    told = json.loads(capsys.readouterr().out)
+    levels = {f["name"]: f["level"] for f in told["findings"]}
+    assert told["errors"] == list(levels.values()).count("error") > 0
+    assert (levels["python"], levels["torch"], levels["model"], levels["data"]) == ("ok", "ok", "error", "error")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_recipe_that_does_not_load_is_a_finding_of_the_table(tmp_path, capsys):
+    (tmp_path / "bad.yaml").write_text("run: {}\n")
+    assert doctor.main([str(tmp_path / "bad.yaml"), "--hostfile", str(tmp_path / "none")]) == 2
+    out = capsys.readouterr().out
+    assert "recipe" in out
+    assert "hostfile" in out
+
+
+def test_warnings_alone_are_no_error(capsys):
+    found = [Finding("a", "warning", "[b] stays"), Finding("c", "ok", "d")]
+    doctor.print_table(found)
+    assert "[b] stays" in capsys.readouterr().out
+    assert json.loads(doctor.as_json(found))["errors"] == 0

@@ -1,0 +1,189 @@
+"""DeepSpeed JSON and recipe become one configuration, or one error that names file, key and way out."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from wfm_ds.ds_config import CONFIG_FOLDERS, deepspeed_config, find_config, policy_copies, require_idle_experts
+from wfm_ds.errors import RecipeError
+from wfm_ds.recipe import Recipe
+
+EVERYTHING = frozenset({"old", "ref", "ema"})
+
+
+def recipe(deepspeed="zero2", lora=False, checkpointing=False, **engine):
+    return Recipe(
+        run={"output_dir": "unused", "steps": 4},
+        model={"path": "unused", "gradient_checkpointing": checkpointing, "dtype": engine.pop("dtype", "float32")},
+        data={"kind": "paired", "path": "unused"},
+        sampling={"height": 16, "width": 16},
+        algorithm={"name": "sft"},
+        lora={"rank": 4} if lora else None,
+        engine={"deepspeed": str(deepspeed), **engine},
+    )
+
+
+def merged(recipe, policies=frozenset(), world_size=4, ranks_per_node=2):
+    settings = {"accumulation": 3, "world_size": world_size, "ranks_per_node": ranks_per_node}
+    return deepspeed_config(recipe, policies=policies, **settings)
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    def write(zero=None, **top):
+        path = tmp_path / "mine.json"
+        content = top if zero == "absent" else {"zero_optimization": {"stage": 2, **(zero or {})}, **top}
+        path.write_text(json.dumps(content))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "zero3_offload", "zero3_hpz"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_shipped_files_merge_and_deepspeed_accepts_them(name, dtype):
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    config = merged(recipe(name, micro_batch_size=5, max_grad_norm=0.25, dtype=dtype))
+    assert config["train_micro_batch_size_per_gpu"] == 5
+    assert config["gradient_accumulation_steps"] == 3
+    assert config["gradient_clipping"] == 0.25
+    assert ("bf16" in config) == (dtype == "bfloat16")
+    zero = DeepSpeedZeroConfig(**config["zero_optimization"])
+    assert zero.stage == int(name[4])
+    if zero.stage == 3:
+        assert zero.memory_efficient_linear is False
+        assert zero.param_persistence_threshold == 0
+
+
+def test_clipping_off_is_written_as_zero():
+    assert merged(recipe(max_grad_norm=0))["gradient_clipping"] == 0
+
+
+def test_a_file_without_memory_efficient_linear_gets_false(config_file):
+    path = config_file({"stage": 3})
+    assert merged(recipe(path))["zero_optimization"]["memory_efficient_linear"] is False
+
+
+def test_bfloat16_reduces_and_accumulates_in_float32():
+    for name in ("zero1", "zero2", "zero3"):
+        config = merged(recipe(name, dtype="bfloat16"))
+        assert config["communication_data_type"] == "fp32"
+        assert ("data_types" in config) == (name != "zero1")
+
+
+def test_hpz_is_as_wide_as_a_node():
+    assert merged(recipe("zero3_hpz"))["zero_optimization"]["zero_hpz_partition_size"] == 2
+
+
+def test_a_name_is_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_config("zero3").is_file()
+    assert find_config("zero3").parent in CONFIG_FOLDERS
+
+
+def test_ref_of_a_lora_run_needs_no_copy():
+    assert policy_copies(EVERYTHING, lora=True) == {"old", "ema"}
+    assert policy_copies(EVERYTHING, lora=False) == EVERYTHING
+
+
+REFUSED = {
+    "clash": (None, {"gradient_clipping": 1.0}, "gradient_clipping .set engine.max_grad_norm in the recipe"),
+    "clash of several": (None, {"bf16": {}, "optimizer": {}}, "bf16 .set model.dtype.*, optimizer .set optimizer in"),
+    "batch": (None, {"train_batch_size": 8}, "remove train_batch_size"),
+    "misspelt": ("absent", {"zero_optimisation": {"stage": 3}}, "did you mean zero_optimization"),
+    "unknown": (None, {"qqqq": 1}, "qqqq is not a key that wfm_ds supports; known are"),
+    "unknown inside": ({"stage3_prefetch_bucket": 1}, {}, "did you mean zero_optimization.stage3_prefetch_bucket_size"),
+    "nothing": ("absent", {}, "zero_optimization.stage must be 1, 2 or 3"),
+    "stage 0": ({"stage": 0}, {}, "zero_optimization.stage must be 1, 2 or 3"),
+    "quantised": ({"stage": 3, "zero_quantized_weights": True}, {}, "remove zero_optimization.zero_quantized_weights"),
+    "mics": ({"stage": 3, "mics_shard_size": 2}, {}, "MiCS is not tested"),
+    "no norm": ({"compute_grad_norm": False}, {}, "a NaN gradient would be applied"),
+    "fast writer": (None, {"checkpoint": {"writer": {"type": "FAST"}}}, "remove checkpoint.*can lose files"),
+    "hybrid": (None, {"hybrid_engine": {"enabled": True}}, "remove hybrid_engine"),
+    "linear": ({"stage": 3, "memory_efficient_linear": True}, {}, "memory_efficient_linear must be false"),
+    "hpz and copies": ({"stage": 3, "zero_hpz_partition_size": "auto"}, {}, "copies .ema, old, ref.* use zero3"),
+    "nvme and copies": (
+        {"stage": 3, "offload_optimizer": {"device": "nvme"}},
+        {"zero_force_ds_cpu_optimizer": False},
+        "nvme cannot serve the copies .ema, old, ref.; use cpu",
+    ),
+    "parameters on nvme": (
+        {"stage": 3, "offload_param": {"device": "nvme"}},
+        {"zero_force_ds_cpu_optimizer": False},
+        "nvme cannot serve the copies",
+    ),
+    "offload": ({"offload_optimizer": {"device": "cpu"}}, {}, "needs zero_force_ds_cpu_optimizer: false"),
+    "offload where": ({"offload_optimizer": {"device": "gpu"}}, {}, "device must be cpu, nvme or none, got 'gpu'"),
+    "super offload": ({"offload_optimizer": {"device": "cpu", "super_offload": True}}, {}, "super_offload"),
+    "leaf": ({"stage": 3, "leaf_module": {"names": ["x"]}}, {}, "needs model.gradient_checkpointing: true"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_be_ignored_or_wrong_is_refused(config_file, case):
+    zero, top, message = REFUSED[case]
+    path = config_file(zero, **top)
+    with pytest.raises(RecipeError, match=message) as caught:
+        merged(recipe(path), policies=EVERYTHING)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_leaf_modules_are_refused_with_lora_only(config_file):
+    path = config_file({"stage": 3, "leaf_module": {"names": ["x"]}})
+    with pytest.raises(RecipeError, match="leaf_module fails in the backward pass of LoRA"):
+        merged(recipe(path, lora=True, checkpointing=True))
+    assert "leaf_module" in merged(recipe(path, checkpointing=True))["zero_optimization"]
+
+
+def test_nvme_and_hpz_are_fine_without_copies(config_file):
+    merged(recipe("zero3_hpz", lora=True), policies=frozenset({"ref"}))
+    path = config_file({"stage": 3, "offload_optimizer": {"device": "nvme"}}, zero_force_ds_cpu_optimizer=False)
+    merged(recipe(path))
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3", "zero3_hpz"])
+def test_two_experts_train_with_these(name):
+    require_idle_experts(recipe(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("zero1", "zero1.json: ZeRO stage 1 cannot train a model with two experts .*; use zero2 or zero3"),
+        ("zero3_offload", "zero3_offload.json: offload_optimizer cannot serve a model with two experts .*; use zero3"),
+    ],
+)
+def test_settings_that_lose_gradients_of_an_idle_expert_are_refused(name, message):
+    with pytest.raises(RecipeError, match=message):
+        require_idle_experts(recipe(name))
+
+
+@pytest.mark.parametrize("size", [3, 0, "all", 2.0])
+def test_hpz_must_divide_the_ranks(config_file, size):
+    path = config_file({"stage": 3, "zero_hpz_partition_size": size})
+    with pytest.raises(RecipeError, match="must divide the 4 ranks"):
+        merged(recipe(path))
+
+
+def test_files_that_are_no_json_object_are_refused(tmp_path):
+    path = tmp_path / "bad.json"
+    for text, message in (
+        ("{", "not a readable JSON file"),
+        ("[1]", "must hold a JSON object, found list"),
+        ('{"zero_optimization": {"stage": 2, "stage": 3}}', "stage stands there twice"),
+    ):
+        path.write_text(text)
+        with pytest.raises(RecipeError, match=message):
+            merged(recipe(path))
+    with pytest.raises(RecipeError, match=r"engine.deepspeed: no file .*absent.json"):
+        find_config(str(tmp_path / "absent.json"))
+    with pytest.raises(RecipeError, match=r"zero4 is none of .*zero2"):
+        find_config("zero4")
+
+
+def test_importing_it_loads_no_torch(root):
+    code = "import sys, wfm_ds.ds_config; sys.exit(any(m in sys.modules for m in ('torch', 'deepspeed')))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=60).returncode == 0

@@ -1,0 +1,155 @@
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wfm_ds.algorithms import build_rl
+from wfm_ds.derived import derive
+from wfm_ds.forwards import Forwards, added, evaluation, folded_calls, in_batches, rl_step, sft_step
+from wfm_ds.micro import MicroBatch, folded
+from wfm_ds.recipe import Recipe
+
+
+def nft(**algorithm):
+    return rl({"name": "diffusion_nft"}, **algorithm)
+
+
+def grpo(**algorithm):
+    return rl({"name": "flow_grpo", "min_step_std": 0}, {"solver": "flow_sde"}, **algorithm)
+
+
+def rl(named, sampling=None, *, groups=6, size=4, steps=10, guidance=1.0, engine=None, window=None, **algorithm):
+    return Recipe.model_validate(
+        {
+            "run": {"output_dir": "out", "steps": 3},
+            "model": {"path": "tiny:sd3"},
+            "engine": engine or {},
+            "lora": {"rank": 4},
+            "data": {"kind": "paired" if algorithm.get("data_beta") else "prompts", "path": "p"},
+            "sampling": {
+                **{"height": 32, "width": 32, "steps": steps, "guidance_scale": guidance, "window": window},
+                **(sampling or {}),
+            },
+            "algorithm": {**named, **algorithm},
+            "rollout": {"prompts_per_step": groups, "group_size": size},
+            "reward": {"functions": [{"name": "color"}]},
+        }
+    )
+
+
+def step_of(recipe, step, world=1):
+    sigmas = torch.linspace(1, 0, recipe.sampling.steps + 1, dtype=torch.float64)
+    return rl_step(recipe, derive(recipe, world), build_rl(recipe, sigmas), step)
+
+
+def test_diffusion_nft_runs_the_forwards_of_its_formula():
+    """Samples of a step: S for each rollout, and for each trained noise level those of theta, old and the reference."""
+    forwards = step_of(nft(engine={"micro_batch_size": 5, "max_forward_batch": 16}), step=2, world=2)
+    assert forwards == {
+        "rollout": Forwards(10, 12 * 10),
+        "policy": Forwards(math.ceil(12 * 9 / 5), 12 * 9),
+        # Of the 22 micro-batches three at a time fit into 16, and the last one, of 3 terms, is left.
+        "old": Forwards(8, 12 * 9),
+        "ref": Forwards(8, 12 * 9, without_adapters=12 * 9),
+    }
+
+
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 30))
+def test_folded_forwards_are_those_that_the_loop_makes(terms, micro, most):
+    sizes = [micro] * (terms // micro) + [terms % micro] * (terms % micro > 0)
+    micros = [MicroBatch(SimpleNamespace(sigma=range(size)), 0) for size in sizes]
+    assert folded_calls(terms, micro, most) == len(list(folded(micros, most)))
+
+
+@given(st.sampled_from([1.0, 4.0]), st.sampled_from([0.0, 0.1]), st.integers(1, 3), st.integers(2, 9))
+def test_guidance_doubles_what_is_asked_and_no_kl_asks_no_reference(w, kl_beta, updates, micro):
+    recipe = nft(guidance=w, kl_beta=kl_beta, updates_per_rollout=updates, engine={"micro_batch_size": micro})
+    forwards = step_of(recipe, step=5)
+    terms = 24 * 9
+    asked = ["policy", "old"] + ["ref"] * (kl_beta > 0)
+    assert forwards.keys() == {"rollout", *asked} | ({"uncond"} if w > 1 else set())
+    assert all(forwards[purpose].samples == terms for purpose in asked)
+    assert forwards["rollout"].samples == 24 * 10 * (2 if w > 1 else 1)
+    if w > 1:
+        assert forwards["uncond"].samples == terms * len(asked)
+        assert forwards["uncond"].calls == sum(forwards[purpose].calls for purpose in asked)
+        assert forwards["uncond"].without_adapters == (terms if kl_beta else 0)
+
+
+@pytest.mark.parametrize(
+    ("decay", "share_of_old"),  # of the terms of steps 1, 2, 3, in two updates each
+    [
+        ("copy", [0.5, 0.5, 0.5]),
+        ("standard", [0.5, 1, 1]),
+        ({"flat_steps": 3, "initial": 0, "slope": 0.1, "max": 0.5}, [0.5, 0.5, 1]),
+    ],
+)
+def test_old_is_asked_only_where_it_differs_from_the_trained_weights(decay, share_of_old):
+    recipe = nft(old_decay=decay, updates_per_rollout=2)
+    terms = 24 * 9
+    assert [step_of(recipe, step)["old"].samples / terms for step in (1, 2, 3)] == share_of_old
+    only = nft(old_decay="copy")
+    assert all("old" not in step_of(only, step) for step in (1, 2, 3))
+
+
+@pytest.mark.parametrize("window", [None, {"kind": "random", "size": 2}])
+def test_flow_grpo_trains_its_noisy_steps_and_recalls_old_for_later_updates_only(window):
+    noisy = 9 if window is None else 2
+    batches = {"micro_batch_size": 6, "max_forward_batch": 12}
+    forwards = step_of(grpo(window=window, engine=batches, updates_per_rollout=3, old_log_prob="recompute"), step=1)
+    terms = 24 // 3 * noisy
+    assert forwards == {
+        "rollout": Forwards(20, 240),
+        "policy": Forwards(3 * math.ceil(terms / 6), 3 * terms),
+        "old": Forwards(2 * math.ceil(terms / 6), 2 * terms),
+    }
+    asked = step_of(grpo(window=window, engine=batches, kl_beta=0.1, guidance=4.5), step=7)
+    assert asked.keys() == {"rollout", "policy", "ref", "uncond"}
+    assert asked["uncond"] == asked["policy"] + asked["ref"]
+    assert asked["ref"].samples == asked["ref"].without_adapters == 24 * noisy
+
+
+@pytest.mark.parametrize(("first_only", "data"), [(False, 24 * 3), (True, 24)])
+def test_ddrl_adds_its_data_to_the_trained_samples_and_no_forward(first_only, data):
+    settings = {"train_on": [0, 2, 4], "ratio_norm": "std_scaled", "kl_beta": 0.0, "data_on_first_only": first_only}
+    recipe = rl({"name": "ddrl", **settings}, {"solver": "edm_2ab"}, data_beta=0.1, engine={"micro_batch_size": 4})
+    forwards = step_of(recipe, step=1)
+    assert forwards["policy"] == Forwards(24 * 3 // 4, 24 * 3 + data)
+    assert forwards["rollout"] == Forwards(2 * 11, 24 * 11)  # one evaluation more than steps
+    del settings["data_on_first_only"]
+    without = step_of(rl({"name": "ddrl", **settings}, {"solver": "edm_2ab"}, data_beta=0.0), step=1)
+    assert without["policy"].samples == 24 * 3
+
+
+def test_best_of_n_trains_its_share():
+    assert step_of(grpo(best_of_n=2), step=1)["policy"].samples == 24 * 9 // 2
+
+
+def test_sft_and_evaluations():
+    recipe = Recipe.model_validate(
+        {
+            "run": {"output_dir": "out", "steps": 3},
+            "model": {"path": "tiny:sd3"},
+            "engine": {"micro_batch_size": 4, "gradient_accumulation": 3, "max_forward_batch": 5},
+            "data": {"kind": "paired", "path": "p"},
+            "sampling": {"height": 32, "width": 32, "eval_steps": 7, "guidance_scale": 2},
+            "algorithm": {"name": "sft"},
+            "validation": {"num_prompts": 6, "seeds": [1, 2]},
+        }
+    )
+    assert sft_step(recipe, derive(recipe, 2)) == {"policy": Forwards(3, 12)}
+    # Two ranks: 6 samples each in batches of 5 and 1, 7 guided steps; 3 images at 8 levels, 12 a rank in 5, 5, 2.
+    assert evaluation(recipe, 2, num_prompts=9, num_images=3) == {"validation": Forwards(2 * 14 + 3, 6 * 14 + 12)}
+    assert evaluation(recipe, 2, num_prompts=1) == {"validation": Forwards(14, 14)}
+    few = Recipe.model_validate({**recipe.model_dump(mode="json"), "logging": {"num_samples": 3}})
+    assert evaluation(few, 2, num_prompts=9) == {"validation": Forwards(14, 2 * 14)}  # what nobody sees is not sampled
+
+
+def test_sums_leave_out_what_never_runs():
+    assert added({"a": in_batches(5, 2, times=2), "b": Forwards(0, 0)}, {"a": Forwards(1, 2, 2)}) == {
+        "a": Forwards(7, 12, 2)
+    }
+    assert added() == {}

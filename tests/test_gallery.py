@@ -1,0 +1,99 @@
+from html.parser import HTMLParser
+
+import pytest
+
+from wfm_ds.gallery import Entry, page
+
+VOID = {"meta", "img", "br"}
+
+
+class Tree(HTMLParser):
+    """Every element with its attributes and text; fails on tags that are not closed in order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.elements = [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        element = {"tag": tag, "text": "", **dict(attrs)}
+        self.elements.append(element)
+        if tag not in VOID:
+            self.open.append(element)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop()["tag"] == tag
+
+    def handle_data(self, data):
+        for element in self.open:
+            element["text"] += data
+
+    def all(self, tag):
+        return [element for element in self.elements if element["tag"] == tag]
+
+
+def entry(number, prompt, kind="png", **changes):
+    values = {
+        "file": f"{number:04d}.{kind}",
+        "width": 512,
+        "height": 256,
+        "prompt": prompt,
+        "caption": f"seed {number}",
+    }
+    return Entry(**(values | changes))
+
+
+def test_each_sample_stands_beside_its_seed_and_under_its_prompt():
+    tree = Tree(page("model", {}, [entry(0, "a cat"), entry(1, "a cat"), entry(2, "a dog")]))
+    assert [h["text"] for h in tree.all("h2")] == ["a cat", "a dog"]
+    assert [(i["src"], i["alt"], i["width"], i["height"]) for i in tree.all("img")] == [
+        ("0000.png", "a cat", "512", "256"),
+        ("0001.png", "a cat", "512", "256"),
+        ("0002.png", "a dog", "512", "256"),
+    ]
+    assert [c["text"] for c in tree.all("figcaption")] == ["seed 0", "seed 1", "seed 2"]
+
+
+def test_prompts_that_come_once_are_captions():
+    tree = Tree(page("model", {}, [entry(0, "a cat"), entry(1, "a dog")]))
+    assert tree.all("h2") == []
+    assert [c["text"] for c in tree.all("figcaption")] == ["a catseed 0", "a dogseed 1"]
+
+
+def test_videos_are_played_and_images_are_links_to_their_files():
+    tree = Tree(page("model", {}, [entry(0, "waves", "mp4"), entry(1, "a cat")]))
+    (video,), links = tree.all("video"), tree.all("a")
+    assert (video["src"], video["aria-label"]) == ("0000.mp4", "waves")
+    assert {"controls", "loop", "muted", "playsinline"} <= video.keys()
+    assert [a["href"] for a in links] == ["0000.mp4", "0001.png"]
+
+
+def test_text_of_users_is_text_and_never_markup():
+    nasty = '<script>alert("x")</script> & "quotes" \'too\' \u732b'
+    tree = Tree(page(nasty, {nasty: nasty}, [entry(0, nasty, caption=nasty, failure=nasty)]))
+    assert tree.all("script") == []
+    (image,) = tree.all("img")
+    assert image["alt"] == nasty
+    assert [tree.all(tag)[0]["text"] for tag in ("title", "h1", "dt", "dd", "small")] == [nasty] * 5
+    assert [p["text"] for p in tree.all("p")] == [nasty, nasty]
+
+
+def test_page_fetches_nothing_but_the_files_beside_it():
+    text = page("model", {"a": "b"}, [entry(0, "a cat"), entry(1, "waves", "mp4")])
+    fetched = [e[key] for e in Tree(text).elements for key in ("src", "href") if key in e]
+    assert sorted(fetched) == ["0000.png", "0000.png", "0001.mp4", "0001.mp4"]
+    assert "http" not in text
+    assert "url(" not in text
+
+
+@pytest.mark.parametrize(("size", "small"), [(8, True), (64, True), (512, False)])
+def test_small_pictures_keep_their_pixels(size, small):
+    (image,) = Tree(page("m", {}, [entry(0, "a", width=size, height=size)])).all("img")
+    assert (image.get("class") == "small") == small
+
+
+def test_failed_sample_says_so():
+    tree = Tree(page("m", {}, [entry(0, "a", failure="not finite")]))
+    assert [p["text"] for p in tree.all("p") if p.get("class") == "failed"] == ["not finite"]

@@ -1,0 +1,175 @@
+"""`python -m wfm_ds.generate`: what it draws is what the model draws in a run, and what it leaves behind."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from wfm_ds.generate import main
+from wfm_ds.models import registry
+from wfm_ds.models.text_cache import TextCache
+from wfm_ds.recipe_sampling import SamplingRecipe
+from wfm_ds.sampler import Sampler
+from wfm_ds.types import Prompt
+
+FIXED = {"height": 32, "width": 32, "eval_steps": 2}
+SIZE = ["--height", "32", "--width", "32", "--steps", "2"]
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "mine.jsonl"
+    lines = [
+        {"prompt": "a red circle"},
+        {"prompt": "a cat & a <b>", "negative_prompt": "blue"},
+        {"prompt": "caf\u00e9"},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def pipeline(tiny_pipelines):
+    return tiny_pipelines("sd3")
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def drawn_by(model, prompts, seeds, **settings):
+    """uint8 [B,H,W,3] of a model that is at hand, prompt by prompt."""
+    items = [(prompt, seed) for prompt in prompts for seed in seeds]
+    sampler = Sampler(model=model, texts=TextCache(model), settings=SamplingRecipe(**FIXED, **settings))
+    return sampler.media(sampler.generate(*zip(*items, strict=True), sampler.evaluation_plan()).clean)[0]
+
+
+def test_every_prompt_is_drawn_with_every_seed_and_its_own_negative_text(pipeline, prompts, tmp_path, capsys):
+    arguments = ["--guidance", "3", "--negative-prompt", "black", "--seeds", "7", "8", "--batch", "6"]
+    out = tmp_path / "new" / "out"
+    code = main(["--model", str(pipeline), "--prompts", str(prompts), "--out", str(out), *SIZE, *arguments])
+    assert (code, capsys.readouterr().out) == (0, f"{out / 'index.html'}\n")
+    asked = [("a red circle", None), ("a cat & a <b>", "blue"), ("caf\u00e9", None)]
+    rows = lines(out)
+    assert [(r["prompt"], r["prompt_id"], r["seed"]) for r in rows] == [
+        (text, f"mine/{i}", seed) for i, (text, _) in enumerate(asked, 1) for seed in (7, 8)
+    ]
+    model = registry.load(pipeline, dtype=torch.float32, device="cpu")
+    wanted = [Prompt(id=text, text=text, negative_text=negative) for text, negative in asked]
+    want = drawn_by(model, wanted, [7, 8], guidance_scale=3, negative_prompt="black")
+    got = np.stack([np.asarray(Image.open(out / r["file"])) for r in rows])
+    assert np.array_equal(got, want)
+    html = (out / "index.html").read_text(encoding="utf-8")
+    assert re.findall(r'<img[^>]* src="([^"]*)"', html) == [r["file"] for r in rows]
+    assert "<h2>a cat &amp; a &lt;b&gt;</h2>" in html
+    assert "seed 8, 2 steps, guidance 3, 32 x 32" in html
+    assert sorted(f.name for f in out.iterdir()) == [*(f"000{i}.png" for i in range(6)), "index.html", "samples.jsonl"]
+
+
+def test_the_same_command_leaves_the_same_bytes_and_the_batch_changes_nothing_that_shows(pipeline, prompts, tmp_path):
+    for name, batch in (("a", "3"), ("b", "3"), ("c", "1")):
+        out = tmp_path / name
+        assert (
+            main(["--model", str(pipeline), "--prompts", str(prompts), "--out", str(out), *SIZE, "--batch", batch]) == 0
+        )
+    content = {name: {f.name: f.read_bytes() for f in (tmp_path / name).iterdir()} for name in "abc"}
+    assert content["a"] == content["b"]
+    for row in lines(tmp_path / "a"):
+        one, other = (np.asarray(Image.open(tmp_path / name / row["file"]), np.int16) for name in "ac")
+        assert np.abs(one - other).max() <= 1
+
+
+def test_full_export_is_a_pipeline(pipeline, prompts, tmp_path):
+    model = registry.load(pipeline, dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        for weight in model.denoiser.parameters():
+            weight.mul_(1.1)
+    model.pipeline.save_pretrained(tmp_path / "step_3")
+    (tmp_path / "step_3" / "call.json").write_text((pipeline / "call.json").read_text())
+    out = tmp_path / "out"
+    code = main(
+        ["--pipeline", str(tmp_path / "step_3"), "--prompts", str(prompts), "--out", str(out), *SIZE, "--batch", "3"]
+    )
+    assert code == 0
+    got = np.stack([np.asarray(Image.open(out / r["file"])) for r in lines(out)])
+    wanted = [Prompt(id=r["prompt"], text=r["prompt"]) for r in lines(out)]
+    assert np.array_equal(got, drawn_by(model, wanted, [0]))
+
+
+def test_broken_model_is_not_taken_for_one_that_draws(pipeline, prompts, tmp_path, capsys):
+    model = registry.load(pipeline, dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        next(model.denoiser.parameters()).fill_(float("nan"))
+    model.pipeline.save_pretrained(tmp_path / "broken")
+    arguments = ["--model", str(tmp_path / "broken"), "--prompts", str(prompts), "--out", str(tmp_path / "out"), *SIZE]
+    assert main(arguments) == 0
+    assert {r["failure"] for r in lines(tmp_path / "out")} == {
+        "the latents were not finite: this is not what the prompt asked for"
+    }
+    assert capsys.readouterr().err.count("not finite") == 3
+    assert (tmp_path / "out" / "index.html").read_text().count('class="failed"') == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/nowhere"], "/nowhere does not exist"),
+        (["--lora", "/nowhere"], "/nowhere has no model.safetensors"),
+        (["--prompts", "/nowhere.txt"], "/nowhere.txt cannot be read"),
+        (["--prompts", "prompts.csv"], "neither a .txt"),
+        (["--width", "33"], "width must be a multiple of"),
+        (["--guidance", "3", "--guidance-low", "2"], "has no second expert"),
+        (["--guardrail", "off"], "no guardrail to switch off"),
+        (["--frames", "5"], "sd3 makes images: num_frames must be 1, got 5"),
+        (["--device", "warp:9"], "--device warp:9 cannot be used here"),
+        (["--out", "/dev/null/out"], "/dev/null/out"),
+    ],
+)
+def test_what_cannot_be_drawn_is_one_message_and_exit_code_2(pipeline, prompts, tmp_path, capsys, arguments, message):
+    out = tmp_path / "out"
+    given = ["--model", str(pipeline), "--prompts", str(prompts), "--out", str(out), *SIZE, *arguments]
+    assert main(given) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("error: ")
+    assert said.err.count("\n") == 1
+    assert message in said.err
+    assert said.out == ""
+    assert not out.exists()
+
+
+def test_folder_that_holds_something_is_left_alone(pipeline, prompts, tmp_path, capsys):
+    (tmp_path / "precious.txt").write_text("mine")
+    assert main(["--model", str(pipeline), "--prompts", str(prompts), "--out", str(tmp_path), *SIZE]) == 2
+    assert "holds something already" in capsys.readouterr().err
+    assert [f.name for f in tmp_path.iterdir()] == ["precious.txt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--guidance", "0.5"], "'0.5' is not a number from 1"),
+        (["--guidance", "nan"], "'nan' is not a number from 1"),
+        (["--fps", "0"], "'0' is not a number above 0"),
+        (["--fps", "inf"], "'inf' is not a number above 0"),
+        (["--seeds", "-1"], "'-1' is not a whole number from 0"),
+        (["--batch", "0"], "must be at least 1"),
+        (["--guidance-low", "2"], "needs --guidance above 1"),
+        (["--pipeline", "x"], "not allowed with argument --model"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused_by_name(arguments, message, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main(["--model", "m", "--prompts", "p.txt", "--out", "o", *SIZE, *arguments])
+    assert leaving.value.code == 2
+    said = capsys.readouterr().err
+    assert arguments[0] in said
+    assert message in said
+
+
+def test_lora_belongs_onto_a_model(capsys):
+    with pytest.raises(SystemExit):
+        main(["--pipeline", "x", "--lora", "y", "--prompts", "p.txt", "--out", "o", *SIZE])
+    assert "argument --lora: not allowed with argument --pipeline" in capsys.readouterr().err

@@ -1,0 +1,347 @@
+"""The command on its own, then five real launches of DeepSpeed's runner (6 s each on free cores)."""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from wfm_ds import __version__, launch
+
+WAIT_S = 90
+RUNNERS_PORT = "29500"
+DRIVER = """
+import dataclasses, os, sys
+from wfm_ds import launch
+job = launch.plan(sys.argv[1:], os.environ, has_accelerator=False, has_hostfile=False)
+sys.exit(launch.launch(dataclasses.replace(job, must_report=True), grace_s=60))
+"""
+RANK = """
+import json, os, sys, threading
+from pathlib import Path
+from wfm_ds import lifecycle
+
+folder, mode = Path(sys.argv[2]), sys.argv[3]
+rank = os.environ["RANK"]
+flag = lifecycle.install_signal_handlers()
+lifecycle.watch_parent(interval_s=0.2)
+facts = {"pid": os.getpid(), "parent": os.getppid(), "argv": sys.argv[1:], "env": dict(os.environ)}
+(folder / f"part{rank}").write_text(json.dumps(facts))
+(folder / f"part{rank}").rename(folder / f"rank{rank}.json")
+never = threading.Event()
+if mode == "exit9" and rank == "0":
+    sys.exit(9)
+while not flag.is_set:
+    if flag.take_save():
+        (folder / f"asked{rank}").touch()
+    never.wait(0.05)
+if mode == "save":
+    never.wait(3.0 if rank == "1" else 0.5)  # a slow save
+    (folder / f"saved{rank}").write_text(flag.signal_name)
+    if rank == "0":
+        lifecycle.write_status("preempted", 5)
+"""
+
+
+# ---- the line
+
+
+@pytest.fixture(scope="module")
+def runner_parser():
+    """The real parser of DeepSpeed's runner."""
+    from deepspeed.launcher import runner
+
+    def parser_itself(parser, args=None):
+        return parser
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", parser_itself)
+        return runner.parse_args()
+
+
+def test_switches_are_those_of_the_runner(runner_parser):
+    valueless = {name for action in runner_parser._actions if action.nargs == 0 for name in action.option_strings}
+    assert valueless == launch.SWITCHES
+
+
+LINES = [
+    "--num_gpus 2 -m wfm_ds.train r.yaml -m foo --module y",
+    "--num_gpus=2 -m wfm_ds.train --local_rank 3",
+    "-m --num_gpus 2 wfm_ds.train",
+    "--module wfm_ds.train -m",
+    "-H hosts --no_ssh --node_rank 1 --master_addr h -m wfm_ds.train r.yaml",
+    "-Hhosts --no_ssh --node_r=0 -m wfm_ds.train",
+    "--hostf hosts -q --force -m pkg.mod x",
+    "-i localhost:0,1 --save_pid --launcher_args=-x train.py -m foo",
+    "train.py --hostfile x -m foo",
+]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_runner_finds_the_name_where_rewrite_finds_it(runner_parser, line):
+    argv = line.split()
+    out, at = launch.rewrite(argv)
+    parsed = argparse.ArgumentParser.parse_args(runner_parser, out)
+    assert parsed.user_script == out[at]
+    assert parsed.user_args == out[at + 1 :] == argv[at + 1 :]
+    assert parsed.module == any(word in ("-m", "--module") for word in argv[:at])
+    given, _ = launch.scan(argv)
+    assert given.get("--hostfile", (0, launch.DEFAULT_HOSTFILE.as_posix()))[1] == parsed.hostfile
+    assert int(given.get("--node_rank", (0, "-1"))[1]) == parsed.node_rank
+
+
+def test_a_line_without_a_name_stays_as_it_is():
+    assert launch.rewrite([]) == ([], None)
+    assert launch.rewrite(["--help"]) == (["--help"], None)
+    assert launch.rewrite(["--num_gpus", "2"]) == (["--num_gpus", "2"], None)
+
+
+def plan(line, *, environ=(), has_accelerator=False, has_hostfile=False):
+    return launch.plan(line.split(), dict(environ), has_accelerator=has_accelerator, has_hostfile=has_hostfile)
+
+
+def test_the_cpu_is_chosen_where_nothing_else_is_there_and_nothing_was_said():
+    assert plan("a.py").env == {"DS_ACCELERATOR": "cpu"}
+    assert plan("a.py", has_accelerator=True).env == {}
+    assert plan("a.py", environ={"DS_ACCELERATOR": "cuda"}).env == {}
+
+
+def test_only_a_single_node_gets_a_port_of_its_own():
+    port = plan("--num_gpus 2 a.py").argv[:2]
+    assert port[0] == "--master_port"
+    assert port[1] != RUNNERS_PORT
+    for line in ("--master_port 1234 a.py", "-H hosts a.py", "--node_rank=0 a.py", "--hostfile=h --no_ssh a.py"):
+        assert plan(line).argv == tuple(line.split())
+    assert plan("a.py", has_hostfile=True).argv == ("a.py",)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_local", "must_report"),
+    [
+        ("-m wfm_ds.train r.yaml", True, True),
+        ("--no_ssh --hostfile h --node_rank 0 -m wfm_ds.train", True, True),
+        ("--no_ssh --hostfile h --node_rank 1 -m wfm_ds.train", True, False),
+        ("--hostfile h -m wfm_ds.train", False, False),
+        ("-m wfm_ds_other.train", True, False),
+        ("wfm_ds.train", True, False),
+        ("train.py -m wfm_ds.train", True, False),
+        ("--help", True, False),
+    ],
+)
+def test_which_jobs_must_report(line, is_local, must_report):
+    job = plan(line)
+    assert (job.is_local, job.must_report) == (is_local, must_report)
+
+
+def test_device_nodes_are_found(tmp_path):
+    (tmp_path / "null").touch()
+    assert not launch.accelerator_present(tmp_path)
+    (tmp_path / "nvidia0").touch()
+    assert launch.accelerator_present(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ('{"status": "finished", "step": 3}', True),
+        ('{"status": "preempted", "step": 0}', True),
+        ('{"status": "failed"}', False),
+        ('{"status": ', False),
+        ("[]", False),
+        (None, False),
+    ],
+)
+def test_only_a_final_status_counts(tmp_path, text, want):
+    path = tmp_path / "status.json"
+    if text is not None:
+        path.write_text(text)
+    assert launch.reported(path) is want
+
+
+# ---- the command
+
+
+def run(*argv, **env):
+    return subprocess.run(argv, env=os.environ | env, capture_output=True, text=True, timeout=WAIT_S, check=False)
+
+
+def test_the_deepspeed_command_of_this_environment_is_ours():
+    command = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
+    assert run(command, "--wfm-version").stdout == f"wfm_ds {__version__}\n"
+
+
+def test_the_command_imports_nothing_heavy():
+    heavy = "{'torch', 'deepspeed', 'psutil', 'numpy.random', 'yaml', 'pydantic'} & set(sys.modules)"
+    result = run(sys.executable, "-c", f"import sys, wfm_ds.launch; sys.stdout.write(str({heavy}))")
+    assert result.stdout == "set()"
+
+
+def test_a_grace_that_is_no_number_is_refused():
+    result = run(sys.executable, "-m", "wfm_ds.launch", "a.py", WFM_GRACE_S="soon")
+    assert result.returncode == 2
+    assert "WFM_GRACE_S must be a number of seconds, got 'soon'" in result.stderr
+
+
+# ---- the supervisor, with a small program in the place of the runner
+
+
+def supervised(code, **kwargs):
+    driver = "import os, sys\nfrom wfm_ds.launch import Supervisor\n"
+    driver += "job = Supervisor([sys.executable, '-c', sys.argv[1]], os.environ, grace_s=60, is_local=True)\n"
+    driver += "sys.exit(job.run())"
+    return subprocess.Popen([sys.executable, "-c", driver, code], stdout=subprocess.PIPE, text=True, **kwargs)
+
+
+def is_running(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def eventually(condition, what):
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"waited {WAIT_S} s for {what}"
+        time.sleep(0.05)
+
+
+def test_the_exit_code_is_the_runners_and_no_descendant_stays():
+    child = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+    process = supervised(child + "print(p.pid, flush=True); sys.exit(7)")
+    pid = int(process.stdout.readline())
+    assert process.wait(WAIT_S) == 7
+    eventually(lambda: not is_running(pid), "the orphan to end")
+
+
+def test_a_runner_ended_by_a_signal_gives_128_plus_its_number():
+    process = supervised("import os; os.kill(os.getpid(), 11)")
+    assert process.wait(WAIT_S) == 128 + signal.SIGSEGV
+
+
+def test_a_second_signal_kills_what_ignores_the_first():
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); "
+    process = supervised(code + "time.sleep(600)", stderr=subprocess.PIPE)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert "sending SIGTERM" in process.stderr.readline()  # there are no ranks to wait for
+    process.send_signal(signal.SIGTERM)  # at once: counts as the same
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(launch.REPEAT_S)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(launch.TERM_S / 2) == 128 + signal.SIGKILL
+
+
+def test_what_the_caller_ignores_stays_ignored():
+    process = supervised(
+        "import signal; print('ready', flush=True); signal.sigtimedwait({signal.SIGUSR1}, 2)",
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),  # as nohup does
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(WAIT_S) == 0
+
+
+# ---- real launches
+
+
+class Launched:
+    """A real launch of two ranks, and what its ranks wrote."""
+
+    def __init__(self, folder, *front, mode):
+        (folder / "rank_program.py").write_text(RANK)
+        env = {k: v for k, v in os.environ.items() if k not in ("DS_ACCELERATOR", "OMP_NUM_THREADS", "LOCAL_RANK")}
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), env.get("PYTHONPATH")]))
+        line = [*front, "--num_gpus", "2", "-m", "rank_program", str(folder), mode, "-m", "mine"]
+        self.folder, self.log = folder, folder / "log.txt"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen([sys.executable, *line], env=env, stdout=log, stderr=log)
+
+    def facts(self):
+        files = [self.folder / f"rank{rank}.json" for rank in (0, 1)]
+        ready = lambda: all(f.exists() for f in files) or self.process.poll() is not None  # noqa: E731
+        eventually(ready, "two ranks")
+        assert all(f.exists() for f in files), self.log.read_text()
+        return [json.loads(f.read_text()) for f in files]
+
+    def all_gone(self, facts):
+        pids = {fact[key] for fact in facts for key in ("pid", "parent")}
+        eventually(lambda: not any(is_running(pid) for pid in pids), "all ranks to end")
+
+
+@pytest.fixture
+def launched(tmp_path):
+    started = []
+
+    def start(*front, mode):
+        started.append(Launched(tmp_path, *front, mode=mode))
+        return started[-1]
+
+    yield start
+    for job in started:
+        if job.process.poll() is None:
+            job.process.kill()  # its ranks watch it
+            job.process.wait(WAIT_S)
+
+
+def test_ranks_get_their_arguments_and_environment_and_a_failed_one_decides_the_code(launched):
+    job = launched("-m", "wfm_ds.launch", mode="exit9")
+    facts = job.facts()
+    assert job.process.wait(WAIT_S) == 9
+    for rank, fact in enumerate(facts):
+        assert fact["argv"] == [f"--local_rank={rank}", str(job.folder), "exit9", "-m", "mine"]
+        env = fact["env"]
+        assert (env["RANK"], env["WORLD_SIZE"], env["DS_ACCELERATOR"]) == (str(rank), "2", "cpu")
+        assert env["WFM_LAUNCH_PID"] == str(job.process.pid)
+        assert env["MASTER_PORT"] == facts[0]["env"]["MASTER_PORT"] != RUNNERS_PORT
+        assert "OMP_NUM_THREADS" not in env
+        assert not Path(env["WFM_STATUS_FILE"]).parent.exists()  # removed at the end
+    job.all_gone(facts)
+
+
+def test_sigusr1_asks_all_ranks_for_a_checkpoint_and_sigterm_lets_them_save_at_the_same_time(launched):
+    job = launched("-c", DRIVER, mode="save")
+    facts = job.facts()
+    job.process.send_signal(signal.SIGUSR1)
+    until_s = time.monotonic() + WAIT_S
+    while not all((job.folder / f"asked{rank}").exists() for rank in (0, 1)):
+        assert time.monotonic() < until_s, job.log.read_text()
+        time.sleep(0.05)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.process.wait(WAIT_S) == 0, job.log.read_text()
+    assert [(job.folder / f"saved{rank}").read_text() for rank in (0, 1)] == ["SIGTERM", "SIGTERM"]
+    job.all_gone(facts)
+
+
+def test_a_module_of_ours_without_a_final_status_has_failed():
+    result = run(sys.executable, "-m", "wfm_ds.launch", "--num_gpus", "1", "-m", "wfm_ds.seeds")
+    assert result.returncode == 1
+    assert "the job ended without a final status" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_a_killed_command_leaves_no_process(launched):
+    job = launched("-m", "wfm_ds.launch", mode="wait")
+    facts = job.facts()
+    job.process.kill()
+    assert job.process.wait(WAIT_S) == -signal.SIGKILL
+    job.all_gone(facts)
+    assert job.log.read_text().count("ends: its launcher is gone") >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_a_killed_inner_launcher_is_a_failure_and_leaves_no_process(launched):
+    job = launched("-c", DRIVER, mode="wait")
+    facts = job.facts()
+    os.kill(facts[0]["parent"], signal.SIGKILL)  # the stock runner takes this for success
+    assert job.process.wait(WAIT_S) == 1
+    job.all_gone(facts)

@@ -1,0 +1,139 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from wfm_ds import lifecycle
+
+WAIT_S = 30
+LAUNCHER_KEYS = ("LOCAL_RANK", "RANK", "WFM_LAUNCH_PID", "WFM_STATUS_FILE")
+
+
+def start(code, **env):
+    """A Python process that says `ready` when it is; `code` runs with lifecycle imported."""
+    clean = {k: v for k, v in os.environ.items() if k not in LAUNCHER_KEYS} | env
+    lines = f"import os, signal, subprocess, sys, threading\nfrom wfm_ds import lifecycle\n{code}"
+    command = [sys.executable, "-c", lines]
+    return subprocess.Popen(command, env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def finish(process):
+    out, err = process.communicate(timeout=WAIT_S)
+    return process.returncode, out.decode(), err.decode()
+
+
+SAY_READY = "sys.stdout.write('ready\\n'); sys.stdout.flush()\n"
+
+
+def wait_ready(process):
+    assert process.stdout.readline() == b"ready\n"
+
+
+def test_signals_only_raise_one_flag_that_keeps_the_first_name():
+    code = "flag = lifecycle.install_signal_handlers()\nassert not flag.is_set and flag.signal_name is None\n"
+    code += SAY_READY + "sys.stdin.readline()\nassert lifecycle.install_signal_handlers() is flag\n"
+    code += SAY_READY + "sys.stdin.readline()\nsys.stdout.write(f'{flag.is_set} {flag.signal_name}')"
+    process = start(code)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        wait_ready(process)
+        process.send_signal(number)
+        process.send_signal(number)
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+    assert finish(process) == (0, "True SIGTERM", "")
+
+
+def test_a_killed_launcher_ends_the_rank_even_while_it_is_a_zombie():
+    launcher = start(SAY_READY + "sys.stdin.readline()")
+    wait_ready(launcher)
+    rank = start(
+        "lifecycle.watch_parent(interval_s=0.05)\n" + SAY_READY + "threading.Event().wait(60)",
+        WFM_LAUNCH_PID=str(launcher.pid),
+    )
+    wait_ready(rank)
+    launcher.kill()  # not reaped before the rank has ended
+    code, _, err = finish(rank)
+    finish(launcher)
+    assert code == lifecycle.ORPHANED
+    assert err == f"process {rank.pid} ends: its launcher is gone\n"
+
+
+def test_a_rank_ends_when_its_parent_is_gone():
+    child = "from wfm_ds import lifecycle; import threading; lifecycle.watch_parent(0.05); "
+    child += "print('ready', flush=True); threading.Event().wait(60)"
+    parent = start(f"subprocess.run([sys.executable, '-c', {child!r}])", LOCAL_RANK="0")
+    wait_ready(parent)
+    parent.kill()
+    code, _, err = finish(parent)  # its standard error is open until the child has ended
+    assert code == -signal.SIGKILL
+    assert err.endswith("ends: its launcher is gone\n")
+
+
+def test_a_watch_can_be_stopped_and_a_run_from_a_shell_is_not_watched(monkeypatch):
+    for key in LAUNCHER_KEYS:
+        monkeypatch.delenv(key, raising=False)
+    assert lifecycle.watch_parent() is None
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    watch = lifecycle.watch_parent()
+    assert "parent-watch" in {thread.name for thread in threading.enumerate()}
+    watch.stop()
+    assert "parent-watch" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_the_status_is_written_whole_where_the_launcher_wants_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("WFM_STATUS_FILE", raising=False)
+    lifecycle.write_status("finished", 3)
+    monkeypatch.setenv("WFM_STATUS_FILE", str(tmp_path / "status.json"))
+    lifecycle.write_status("preempted", 7)
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+    assert json.loads((tmp_path / "status.json").read_text()) == {"status": "preempted", "step": 7}
+
+
+def test_a_user_error_is_said_once_by_rank_0():
+    exit_line = "lifecycle.user_error_exit('no such file', {})"
+    first, second = start(exit_line.format(0)), start(SAY_READY + exit_line.format(1))
+    wait_ready(second)
+    assert finish(first) == (2, "", "error: no such file\n")
+    assert second.poll() is None  # it waits for the launcher
+    # A signal before the handler is there ends it as well: silently, with the signal's code.
+    second.terminate()
+    code, out, err = finish(second)
+    assert (out, err) == ("", "")
+    assert code in (2, -signal.SIGTERM)
+
+
+@pytest.mark.parametrize("past", [True, False])
+def test_other_ranks_end_with_the_launchers_signal_or_at_the_deadline(past):
+    code = "lifecycle.END_WAIT_S = 0.2\nlifecycle.install_signal_handlers()\n"
+    if past:
+        code = "lifecycle.install_signal_handlers()\nos.kill(os.getpid(), signal.SIGTERM)\n"
+    assert finish(start(code + "lifecycle.user_error_exit('x', 3)")) == (2, "", "")
+
+
+def test_a_signal_taken_by_another_thread_ends_the_wait():
+    code = "lifecycle.install_signal_handlers()\n"
+    # The main thread blocks the signal, so the kernel gives it to the other one, as torch's threads may get it.
+    code += "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    code += "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n"
+    code += SAY_READY + "lifecycle.END_WAIT_S = 600\nlifecycle.user_error_exit('x', 1)"
+    process = start(code)
+    wait_ready(process)
+    process.terminate()
+    assert finish(process) == (2, "", "")
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (["--local_rank=1", "r.yaml", "a.b=1"], ["r.yaml", "a.b=1"]),
+        (["--local_rank", "1", "r.yaml"], ["r.yaml"]),
+        (["--local-rank=0", "--check", "r.yaml"], ["--check", "r.yaml"]),
+        (["r.yaml", "run.output_dir=--local_rank"], ["r.yaml", "run.output_dir=--local_rank"]),
+    ],
+)
+def test_the_launchers_argument_is_dropped(given, kept):
+    assert lifecycle.strip_launcher_args(given) == kept

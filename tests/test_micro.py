@@ -1,0 +1,102 @@
+"""How terms become forwards: equal work on every rank, one expert at a time, nothing lost."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wfm_ds.algorithms.batch import Term, TermBatch
+from wfm_ds.micro import MicroBatch, cut, folded, level
+
+HIGH, LOW = 0.95, 0.3  # noise levels of two experts, with their boundary at 0.875
+terms_of_a_rank = st.lists(st.tuples(st.sampled_from([HIGH, LOW]), st.sampled_from([0.0, 1.0])), min_size=1, max_size=9)
+
+
+def one_expert(sigma):
+    return 0
+
+
+def two_experts(sigma):
+    return int(sigma < 0.875)
+
+
+def ranks_of(drawn):
+    return [[Term(row=row, sigma=s, weight=w) for row, (s, w) in enumerate(rank)] for rank in drawn]
+
+
+def levelled(ranks, stage_of, num_stages):
+    """What each rank makes of its terms; their maxima are taken here instead of by a collective."""
+    said = []
+
+    def listening(values):
+        said.append(values)
+        return values
+
+    for rank in ranks:
+        level(rank, stage_of, num_stages, listening)
+    most = {name: max(values[name] for values in said) for name in said[0]}
+    return [level(rank, stage_of, num_stages, lambda _: most) for rank in ranks]
+
+
+@given(st.lists(terms_of_a_rank, min_size=1, max_size=3))
+@settings(deadline=None)
+def test_all_ranks_get_equally_many_terms_of_each_expert_and_lose_none_that_counts(drawn):
+    ranks = ranks_of(drawn)
+    after = levelled(ranks, two_experts, 2)
+    counts = {tuple(sum(two_experts(t.sigma) == s for t in terms) for s in (0, 1)) for terms in after}
+    assert len(counts) == 1
+    for before, terms in zip(ranks, after, strict=True):
+        for stage in (0, 1):
+            live = [t for t in before if t.weight and two_experts(t.sigma) == stage]
+            assert [t for t in terms if t.weight and two_experts(t.sigma) == stage] == live
+        assert {t.row for t in terms} <= {t.row for t in before}
+    needed = max(sum(t.weight > 0 for t in rank) for rank in ranks)
+    assert len(after[0]) <= max(1, 2 * needed)
+
+
+@given(st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=6, max_size=6), min_size=1, max_size=3))
+@settings(deadline=None)
+def test_with_one_expert_the_longest_rank_decides(weights):
+    ranks = ranks_of([[(LOW, w) for w in rank] for rank in weights])
+    most = int(max(sum(rank) for rank in weights))
+    for before, after in zip(ranks, levelled(ranks, one_expert, 1), strict=True):
+        assert len(after) == max(1, most)
+        if all(t.weight for t in before):
+            assert after == before
+
+
+def test_a_rank_without_terms_of_an_expert_asks_it_at_another_ranks_noise_level():
+    ranks = ranks_of([[(HIGH, 1.0)], [(LOW, 1.0)]])
+    first, second = levelled(ranks, two_experts, 2)
+    assert [(t.sigma, t.weight) for t in first] == [(HIGH, 1.0), (LOW, 0.0)]
+    assert [(t.sigma, t.weight) for t in second] == [(HIGH, 0.0), (LOW, 1.0)]
+
+
+@given(terms_of_a_rank, st.integers(1, 4))
+@settings(deadline=None)
+def test_micro_batches_have_one_expert_each_and_hold_every_term_once(drawn, size):
+    [terms] = ranks_of([drawn])
+    parts = cut(terms, size, two_experts)
+    assert sorted(t.row for part, _ in parts for t in part) == [t.row for t in terms]
+    assert all(1 <= len(part) <= size and {two_experts(t.sigma) for t in part} == {s} for part, s in parts)
+    assert [s for _, s in parts] == sorted(s for _, s in parts)
+
+
+def batch(first, count, stage):
+    numbers = torch.arange(first, first + count, dtype=torch.float32)
+    inputs = TermBatch(
+        latents=numbers.view(-1, 1, 1, 1),
+        sigma=numbers,
+        weight=numbers,
+        prompts=[f"p{i}" for i in range(first, first + count)],
+    )
+    return MicroBatch(inputs, stage)
+
+
+def test_forwards_without_gradient_are_shared_by_neighbours_of_one_expert():
+    micros = [batch(0, 3, 0), batch(3, 3, 0), batch(6, 2, 0), batch(8, 3, 1), batch(11, 9, 1)]
+    groups = list(folded(micros, 6))
+    assert [[len(m.batch.sigma) for m in group] for group in groups] == [[3, 3], [2], [3], [9]]
+    whole = MicroBatch.joined(groups[0])
+    assert whole.batch.sigma.tolist() == whole.batch.latents.flatten().tolist() == [0, 1, 2, 3, 4, 5]
+    assert whole.batch.prompts == ["p0", "p1", "p2", "p3", "p4", "p5"]
+    assert [m for group in folded(micros, 1) for m in group] == micros

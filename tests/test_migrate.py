@@ -1,0 +1,467 @@
+"""Cosmos-RL configurations as recipes: what becomes of every key, and what is said about the rest."""
+
+import math
+import tomllib
+
+import pytest
+
+from wfm_ds import migrate_gone, migrate_keys, recipe_file
+from wfm_ds.errors import RecipeError
+from wfm_ds.migrate import check, flatten, main, mend, migrate, mode_of, render
+from wfm_ds.migrate_values import DDRL, NFT, SFT, WFM_SFT
+from wfm_ds.output import flat
+from wfm_ds.recipe import Recipe
+
+SD3_SFT_LORA = """
+redis = "12800"
+[policy]
+model_name_or_path = "/models/sd3"
+is_diffusers = true
+[policy.lora]
+r = 16
+lora_alpha = 16
+init_lora_weights = "gaussian"
+target_modules = ["attn.to_q", "attn.to_k"]
+[policy.diffusers]
+inference_size = [768, 512]
+[policy.diffusers.sample]
+num_steps = 28
+[train]
+max_num_steps = 400
+output_dir = "./outputs/sft"
+optm_lr = 2e-4
+optm_decay_ratio = 1.0
+train_batch_per_replica = 8
+[train.train_policy]
+type = "sft"
+dataset.local_dir = "/data/images"
+mini_batch = 2
+[train.ckpt]
+enable_checkpoint = true
+save_freq = 30
+[validation]
+enable = true
+freq = 25
+[logging]
+logger = ["console", "wandb"]
+"""
+
+SANA_VIDEO_SFT = """
+[policy]
+model_name_or_path = "Efficient-Large-Model/SANA-Video_2B_480p_diffusers"
+model_gradient_checkpointig = false
+[policy.diffusers_config]
+is_video = true
+train_frames = 49
+inference_size = [480, 832]
+[policy.parallelism]
+dp_shard_size = 8
+[train]
+epoch = 10
+ema_enable = true
+[train.train_policy]
+type = "sft"
+dataset.local_dir = "/data/videos"
+"""
+
+SD3_NFT = """
+mode = "colocated"
+[policy]
+model_name_or_path = "/models/sd3"
+is_diffusers = true
+[policy.lora]
+r = 32
+[policy.diffusers]
+inference_size = [512, 512]
+timestep_fraction = 0.5
+weight_copy_decay_type = 2
+is_video = true
+train_frames = 33
+[policy.diffusers.sample]
+num_steps = 10
+guidance_scale = 1.0
+solver = "flow"
+deterministic_sampling = false
+noise_level = 0.7
+[policy.parallelism]
+dp_shard_size = 8
+n_init_replicas = 2
+[rollout]
+n_generation = 24
+[train]
+max_num_steps = 100
+train_batch_per_replica = 576
+ema_enable = true
+ema_decay = 0.9
+[train.train_policy]
+type = "grpo"
+trainer_type = "diffusion_nft"
+kl_beta = 1e-4
+mini_batch = 9
+dataset.name = "ocr"
+[[train.train_policy.remote_reward.reward_fns]]
+name = "ocr"
+[[train.train_policy.remote_reward.reward_fns]]
+name = "jpeg_compressibility"
+weight = 0.5
+clip_max = 1.0
+[validation]
+enable = true
+"""
+
+COSMOS_DDRL = """
+[model]
+fsdp_shard_size = 4
+dp_replicate_size = 4
+[model_parallel]
+context_parallel_size = 2
+[model.rl]
+sample_steps = 20
+train_on = [0, 2, 4]
+update_ref_every_iter = 0
+data_beta = 0.01
+min_num_conditional_frames = 0
+[trainer]
+max_iter = 60
+run_validation = true
+[[trainer.callbacks]]
+name = "grad_clip"
+args = {clip_norm = 0.5}
+[optimizer]
+lr = 2e-5
+[scheduler]
+warm_up_steps = [50]
+[dataloader_train.video_dataloader]
+dataset_dir = "/data/cosmos"
+num_frames = 29
+video_size = [1280, 704]
+[job]
+name = "mine"
+[checkpoint]
+load_path = "/models/Cosmos-Predict2.5-2B"
+"""
+
+TEXTS = {SFT: SD3_SFT_LORA, NFT: SD3_NFT, DDRL: COSMOS_DDRL}
+TEXTS[WFM_SFT] = COSMOS_DDRL.replace("[model.rl]", "[model.rl]\nenabled = false")
+
+
+def recipe_of(config, folder):
+    text = render(migrate(config), "config.toml")
+    (folder / "recipe.yaml").write_text(text)
+    return recipe_file.load(folder / "recipe.yaml")
+
+
+@pytest.mark.parametrize("mode", TEXTS)
+def test_a_configuration_becomes_a_valid_recipe_of_its_algorithm(mode, tmp_path):
+    names = {SFT: "sft", NFT: "diffusion_nft", DDRL: "ddrl", WFM_SFT: "sft"}
+    config = tomllib.loads(TEXTS[mode])
+    migration = migrate(config)
+    check(migration, render(migration, "config.toml"))
+    assert recipe_of(config, tmp_path).algorithm.name == names[mode]
+
+
+def test_sft_keeps_batch_optimizer_and_lora(tmp_path):
+    recipe = recipe_of(tomllib.loads(SD3_SFT_LORA), tmp_path)
+    assert (recipe.engine.micro_batch_size, recipe.engine.gradient_accumulation) == (2, 4)
+    assert (recipe.optimizer.lr, recipe.optimizer.warmup_steps, recipe.optimizer.eps) == (2e-4, 20, 1e-6)
+    assert (recipe.lora.rank, recipe.lora.alpha, recipe.lora.init) == (16, 16, "gaussian")
+    assert (recipe.sampling.height, recipe.sampling.width, recipe.sampling.eval_steps) == (768, 512, 28)
+    assert (recipe.validation.every, recipe.checkpoint.every, recipe.algorithm.flow_shift) == (25, 30, 3)
+
+
+def test_nft_keeps_groups_rewards_and_the_rollout_sampler(tmp_path):
+    recipe = recipe_of(tomllib.loads(SD3_NFT), tmp_path)
+    assert (recipe.rollout.prompts_per_step, recipe.rollout.group_size) == (48, 24)
+    assert [(f.name, f.weight, f.clip) for f in recipe.reward.functions] == [
+        ("ocr", 1, (-5, 5)),
+        ("jpeg_compressibility", 0.5, (-5, 1)),
+    ]
+    assert (recipe.sampling.solver, recipe.sampling.noise_level) == ("flow_sde", 0.7)
+    assert (recipe.algorithm.old_decay, recipe.algorithm.advantage_std) == ("slow", "group")
+
+
+def test_ddrl_keeps_groups_guidance_and_reference(tmp_path):
+    recipe = recipe_of(tomllib.loads(COSMOS_DDRL), tmp_path)
+    assert (recipe.rollout.prompts_per_step, recipe.rollout.group_size) == (2, 8)
+    assert (recipe.sampling.guidance_scale, recipe.sampling.height, recipe.sampling.width) == (1, 704, 1280)
+    assert (recipe.algorithm.train_on, recipe.algorithm.ratio_norm) == ([0, 2, 4], "literal")
+    assert (recipe.engine.max_grad_norm, recipe.optimizer.betas) == (0.5, (0.9, 0.99))
+    assert recipe.reward.functions[0].clip == (-5, 5)
+
+
+def test_guidance_of_the_edm_sampler_is_one_less():
+    config = tomllib.loads(COSMOS_DDRL)
+    config["model"]["rl"] |= {"guidance": 0.5, "data_beta": 0.0}
+    migration = migrate(config)
+    assert migration.values["sampling.guidance_scale"] == 1.5
+    assert "sampling.guidance_scale is w = 1 + g: 0.5 there is 1.5 here" in migration.notes
+
+
+def test_wfm_sft_draws_the_noise_levels_of_the_edm_density(tmp_path):
+    algorithm = recipe_of(tomllib.loads(TEXTS[WFM_SFT]), tmp_path).algorithm
+    assert (algorithm.logit_mean, algorithm.logit_std, algorithm.flow_shift) == (math.log(4), 1.2, 1)
+
+
+def test_what_is_missing_has_a_placeholder_and_an_error(tmp_path, capsys):
+    (tmp_path / "config.toml").write_text(SANA_VIDEO_SFT)
+    assert main([str(tmp_path / "config.toml")]) == 2
+    out, err = capsys.readouterr()
+    assert "  # steps: FILL IN, " in out
+    assert err == "error: the recipe is not complete, fill in run.steps\n"
+    (tmp_path / "filled.yaml").write_text(out.replace("  # steps: FILL IN, ", "  steps: 5  # "))
+    recipe = recipe_file.load(tmp_path / "filled.yaml")
+    assert (recipe.model.gradient_checkpointing, recipe.sampling.num_frames) == (False, 49)
+    assert (recipe.engine.deepspeed, recipe.ema.decay) == ("zero3", 0.9999)
+
+
+def test_misspelt_and_moved_keys_are_mended_and_said():
+    nft, sft = migrate(tomllib.loads(SD3_NFT)), migrate(tomllib.loads(SANA_VIDEO_SFT))
+    assert nft.values["algorithm.timestep_fraction"] == 0.5
+    assert any("timestep_fraction is read as" in line for line in nft.mended)
+    assert any("model_gradient_checkpointig is read as" in line for line in sft.mended)
+    assert any("policy.diffusers_config.train_frames is called" in line for line in sft.mended)
+
+
+def test_a_name_of_the_hub_becomes_a_folder_and_the_download_is_said():
+    migration = migrate(tomllib.loads(SANA_VIDEO_SFT))
+    assert migration.values["model.path"] == "models/SANA-Video_2B_480p_diffusers"
+    assert any("hf download Efficient-Large-Model/SANA-Video_2B_480p_diffusers" in note for note in migration.notes)
+
+
+def test_unknown_keys_are_listed_and_known_ones_without_a_counterpart_have_a_reason():
+    config = tomllib.loads(SD3_NFT)
+    config["train"]["train_policy"]["kl_bta"] = 1
+    config["rollout"]["parallelism"] = {"tp_size": 1}
+    migration = migrate(config)
+    text = render(migration, "config.toml")
+    assert migration.unknown == ["train.train_policy.kl_bta"]
+    assert "#   rollout.parallelism.tp_size: the launcher says" in text
+    assert "Unknown keys" in text
+
+
+@pytest.mark.parametrize("mode", TEXTS)
+def test_every_key_of_a_configuration_is_accounted_for(mode):
+    config = tomllib.loads(TEXTS[mode])
+    migration = migrate(config)
+    mapped = {row.theirs for row in migrate_keys.ROWS if mode in row.modes}
+    assert set(mend(flatten(config))[0]) <= mapped | migration.gone.keys()
+
+
+def test_language_models_are_refused():
+    with pytest.raises(RecipeError, match="trains no diffusion model"):
+        mode_of({"policy.model_name_or_path": "Qwen/Qwen2.5-3B", "train.train_policy.type": "grpo"})
+
+
+def test_a_file_that_is_not_toml_is_an_error(tmp_path, capsys):
+    (tmp_path / "config.toml").write_text("a = [")
+    assert main([str(tmp_path / "config.toml")]) == 2
+    assert "this is not TOML" in capsys.readouterr().err
+
+
+# Another value of each mapped key, and what else must be set for it to matter.
+EMA, LORA = {"train.ema_enable": True}, {"policy.lora.r": 4}
+SAVING = {"train.ckpt.enable_checkpoint": True}
+DIFFUSERS, SAMPLE, POLICY = "policy.diffusers", "policy.diffusers.sample", "train.train_policy"
+REWARD, VIDEO = "model.rl.reward_config", "dataloader_train.video_dataloader"
+CHANGES = {
+    "policy.model_name_or_path": ("/other", {}),
+    "policy.model_gradient_checkpointing": (False, {}),
+    f"{DIFFUSERS}.max_prompt_length": (77, {}),
+    "train.param_dtype": ("float32", {}),
+    f"{DIFFUSERS}.training_dtype": ("float32", {}),
+    "policy.lora.r": (5, {}),
+    "policy.lora.lora_alpha": (3.0, LORA),
+    "policy.lora.target_modules": (["to_q"], LORA),
+    "policy.lora.init_lora_weights": ("gaussian", {**LORA, "policy.lora.init_lora_weights": True}),
+    "policy.parallelism.dp_shard_size": (8, {"policy.lora": None, "policy.parallelism.dp_shard_size": 1}),
+    "train.fsdp_offload": (True, {}),
+    f"{POLICY}.mini_batch": (4, {}),
+    "train.train_batch_per_replica": (48, {}),
+    "policy.parallelism.n_init_replicas": (3, {}),
+    "rollout.n_generation": (12, {}),
+    "rollout.n_generation_mini_batch": (6, {}),
+    "train.optm_grad_norm_clip": (0.1, {}),
+    "train.optm_lr": ({"global": 3e-5}, {}),
+    "train.optm_betas": ([0.8, 0.9], {}),
+    "train.epsilon": (1e-7, {}),
+    "train.optm_weight_decay": (0.3, {}),
+    "train.optm_warmup_steps": (0.5, {}),
+    "train.optm_decay_type": ("cosine", {}),
+    "train.optm_min_lr_factor": (0.1, {}),
+    "train.ema_enable": (True, {"train.ema_enable": False}),
+    "train.ema_decay": (0.5, EMA),
+    "train.ema_update_step_interval": (7, EMA),
+    "train.max_num_steps": (7, {}),
+    "train.output_dir": ("elsewhere", {}),
+    "train.seed": (9, {}),
+    "train.resume": (True, {}),
+    "train.ckpt.enable_checkpoint": (True, {"train.ckpt.enable_checkpoint": False}),
+    "train.ckpt.save_freq": (11, SAVING),
+    "train.ckpt.export_safetensors": (False, SAVING),
+    "train.ckpt.max_keep": (1, {}),
+    "validation.enable": (False, {}),
+    "validation.freq": (13, {}),
+    "validation.val_before_train": (True, {}),
+    "validation.n_generation": (3, {}),
+    "validation.dataset.local_dir": ("prompts.txt", {}),
+    "logging.logger": ([], {}),
+    "logging.multi_modal_log_interval": (4, {}),
+    f"{POLICY}.dataset.name": ("geneval", {}),
+    f"{POLICY}.dataset.local_dir": ("/other/data", {}),
+    f"{POLICY}.dataset.split": ("test", {}),
+    f"{POLICY}.dataset.test_size": (0.25, {}),
+    f"{POLICY}.dataloader_shuffle": (False, {}),
+    f"{DIFFUSERS}.inference_size": ([256, 320], {}),
+    f"{DIFFUSERS}.train_frames": (17, {f"{DIFFUSERS}.is_video": True}),
+    f"{SAMPLE}.num_steps": (5, {}),
+    f"{SAMPLE}.eval_num_steps": (5, {}),
+    f"{SAMPLE}.guidance_scale": (2.5, {}),
+    f"{SAMPLE}.solver": ("dance", {}),
+    f"{SAMPLE}.deterministic_sampling": (True, {f"{SAMPLE}.noise_level": None}),
+    f"{SAMPLE}.noise_level": (0.9, {}),
+    f"{DIFFUSERS}.weighting_scheme": ("mode", {}),
+    f"{DIFFUSERS}.logit_mean": (0.3, {}),
+    f"{DIFFUSERS}.logit_std": (0.8, {}),
+    f"{DIFFUSERS}.train_flow_shift": (1.5, {}),
+    f"{DIFFUSERS}.timesteps_fraction": (0.8, {f"{DIFFUSERS}.timestep_fraction": None}),
+    f"{DIFFUSERS}.nft_beta": (0.1, {}),
+    f"{DIFFUSERS}.weight_copy_decay_type": (1, {}),
+    f"{POLICY}.kl_beta": (0.2, {}),
+    f"{POLICY}.advantage_high": (2.0, {}),
+    f"{POLICY}.unbiased_advantage": (True, {}),
+    f"{POLICY}.batch_size_per_optimize": (24, {}),
+    f"{POLICY}.remote_reward.reward_fns": ([{"name": "color"}], {}),
+    f"{POLICY}.remote_reward.reward_fn": (
+        {"color": 2.0},
+        {f"{POLICY}.remote_reward.reward_fns": None, f"{POLICY}.remote_reward.reward_fn": {"ocr": 1}},
+    ),
+    f"{POLICY}.remote_reward.reward_clip_min": (-1.0, {}),
+    f"{POLICY}.remote_reward.reward_clip_max": (1.0, {}),
+    f"{POLICY}.remote_reward.scale": (2.0, {}),
+    "checkpoint.load_path": ("/other", {}),
+    "model.precision": ("float32", {}),
+    "job.project": ("p", {}),
+    "job.group": ("g", {}),
+    "job.name": ("n", {}),
+    "trainer.max_iter": (5, {}),
+    "trainer.seed": (4, {}),
+    "trainer.grad_accum_iter": (2, {}),
+    "trainer.run_validation": (False, {}),
+    "trainer.validation_iter": (9, {}),
+    "trainer.callbacks": ([{"name": "every_n_sample_reg", "args": {"every_n": 3}}], {}),
+    "checkpoint.save_iter": (8, {}),
+    "optimizer.lr": (1.0, {}),
+    "optimizer.betas": ([0.5, 0.5], {}),
+    "optimizer.eps": (1e-5, {}),
+    "optimizer.weight_decay": (0.5, {}),
+    "scheduler.warm_up_steps": ([3], {}),
+    f"{VIDEO}.dataset_dir": ("/other", {}),
+    f"{VIDEO}.num_frames": (61, {}),
+    f"{VIDEO}.video_size": ([832, 480], {}),
+    f"{VIDEO}.num_workers": (8, {}),
+    f"{VIDEO}.offline_text_embedding": (True, {}),
+    f"{VIDEO}.batch_size": (3, {}),
+    "dataloader_val.video_dataloader.dataset_dir": ("/val", {}),
+    "model.conditioner": ([{"name": "text", "type": "text_attr", "dropout_rate": 0.2}], {}),
+    "model.sde.p_mean": (0.1, {}),
+    "model.sde.p_std": (0.9, {}),
+    "model.min_num_conditional_frames": (0, {}),
+    "model.max_num_conditional_frames": (1, {}),
+    "model.loss_scale": (1.0, {}),
+    "model.dp_replicate_size": (8, {}),
+    "model.fsdp_shard_size": (8, {}),
+    "model.rl.num_rollout": (4, {}),
+    "model.rl.on_policy": (False, {}),
+    "model.rl.sample_steps": (15, {}),
+    "model.rl.use_same_seed": (False, {}),
+    "model.rl.solver_option": ("1euler", {}),
+    "model.rl.s_churn": (0.5, {}),
+    "model.rl.s_t_min": ("0.1", {}),
+    "model.rl.s_t_max": (50.0, {}),
+    "model.rl.s_noise": (1.1, {}),
+    "model.rl.guidance": (3.0, {"model.rl.data_beta": 0.0}),
+    "model.rl.train_on": ([1], {}),
+    "model.rl.update_ref_every_iter": (4, {}),
+    "model.rl.clip_ratio": (1e-3, {}),
+    "model.rl.kl_beta": (0.2, {}),
+    "model.rl.data_beta": (0.2, {}),
+    "model.rl.use_rl_sigma_and_noise": (False, {}),
+    "model.rl.data_on_first_only": (True, {}),
+    "model.rl.exp_reward": (True, {}),
+    "model.rl.min_num_conditional_frames": (1, {}),
+    "model.rl.max_num_conditional_frames": (2, {}),
+    f"{REWARD}.adv_clip_max": (2.0, {}),
+    f"{REWARD}.remote_reward.reward_fn": ("ocr", {}),
+    f"{REWARD}.remote_reward.enabled": (False, {f"{REWARD}.fake_reward.enabled": True}),
+    f"{REWARD}.remote_reward.reward_clip_min": (-1.0, {}),
+    f"{REWARD}.remote_reward.reward_clip_max": (1.0, {}),
+    f"{REWARD}.aesthetic.enabled": (True, {}),
+    f"{REWARD}.image_reward.enabled": (True, {}),
+    f"{REWARD}.fake_reward.enabled": (True, {}),
+}
+# These have one value that a recipe can say: another is told to have no counterpart, or to be that of another key.
+ONE_VALUE = {
+    "train.optm_name",
+    f"{POLICY}.mu_iterations",
+    f"{DIFFUSERS}.inference_frames",
+    f"{POLICY}.advantage_low",
+}
+
+
+def resolved(config):
+    """The resolved recipe with dotted keys, without the detour over a file."""
+    sections = {}
+    for key, value in migrate(config).values.items():
+        sections.setdefault(key.partition(".")[0], {})[key.partition(".")[2]] = value
+    return flat(Recipe.model_validate(sections).model_dump())
+
+
+def put(config, key, value):
+    """Set a dotted key; None removes it."""
+    *tables, name = key.split(".")
+    for table in tables:
+        config = config.setdefault(table, {})
+    if value is None:
+        config.pop(name, None)
+    else:
+        config[name] = value
+
+
+@pytest.mark.parametrize("row", [r for r in migrate_keys.ROWS if r.theirs not in ONE_VALUE], ids=lambda r: r.theirs)
+def test_every_mapped_key_changes_the_resolved_recipe(row):
+    for mode in row.modes:
+        value, setting = CHANGES[row.theirs]
+        config = tomllib.loads(TEXTS[mode])
+        for key, other in setting.items():
+            put(config, key, other)
+        before = resolved(config)
+        put(config, row.theirs, value)
+        after = resolved(config)
+        changed = {key for key in before | after if before.get(key) != after.get(key)}
+        assert any(key == target or key.startswith(f"{target}.") for key in changed for target in row.targets)
+
+
+@pytest.mark.parametrize("key", sorted(ONE_VALUE))
+def test_a_value_that_recipes_do_not_know_is_said(key):
+    others = {
+        "train.optm_name": "Adam",
+        f"{POLICY}.mu_iterations": 2,
+        f"{DIFFUSERS}.inference_frames": 9,
+        f"{POLICY}.advantage_low": -1.0,
+    }
+    config = tomllib.loads(SD3_NFT)
+    put(config, key, others[key])
+    migration = migrate(config)
+    assert key in migration.gone or any("there it was -1 to 5" in note for note in migration.notes)
+
+
+def test_the_page_holds_the_table_of_keys(root, capsys):
+    assert main(["--keys"]) == 0
+    assert capsys.readouterr().out in (root / "docs" / "migrating.md").read_text()
+
+
+def test_the_tables_name_recipe_keys_and_no_key_twice():
+    seen = [(row.theirs, mode) for row in migrate_keys.ROWS for mode in row.modes]
+    assert len(seen) == len(set(seen))
+    assert migrate_gone.reason_for("rollout.parallelism.anything") is not None
+    assert migrate_gone.reason_for("rollout.anything") is None

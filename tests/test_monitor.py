@@ -1,0 +1,169 @@
+import datetime
+import io
+import json
+import logging
+import threading
+
+import numpy as np
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from wfm_ds.monitor import Monitor, cut_metrics
+from wfm_ds.samples import Sample, sample_animation, sample_grid, sample_table
+
+
+def monitor(folder, **changes):
+    arguments = {"is_main": True, "tensorboard": False, "console": False, "total_steps": 100}
+    return Monitor(folder, **(arguments | changes))
+
+
+def sample(seed, *, prompt="the digit 7", prompt_id="digits/7", rewards=None, size=8):
+    image = np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
+    return Sample(prompt=prompt, prompt_id=prompt_id, seed=seed, media=image, rewards=rewards or {})
+
+
+def lines(folder):
+    return [
+        json.loads(line, parse_constant=pytest.fail) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
+
+
+def events(folder):
+    reader = EventAccumulator(str(folder / "tensorboard"), size_guidance={"tensors": 0, "images": 0, "scalars": 0})
+    reader.Reload()
+    return reader
+
+
+def test_scalars_are_on_disk_at_once_and_in_tensorboard_after_closing(tmp_path):
+    with monitor(tmp_path, tensorboard=True) as watch:
+        watch.scalars(1, {"loss/total": 0.5, "optim/lr": np.float32(1e-3)})
+        (line,) = lines(tmp_path)
+        watch.scalars(2, {"loss/total": 0.25})
+    assert (line["step"], line["loss/total"], line["optim/lr"]) == (1, 0.5, float(np.float32(1e-3)))
+    written = datetime.datetime.fromisoformat(line["time"])
+    assert abs((datetime.datetime.now(datetime.UTC) - written).total_seconds()) < 600
+    points = events(tmp_path).Scalars("loss/total")
+    assert [(point.step, point.value) for point in points] == [(1, 0.5), (2, 0.25)]
+    assert lines(tmp_path)[1].keys() == {"step", "time", "loss/total"}
+
+
+def test_continued_run_shows_each_step_once(tmp_path):
+    with monitor(tmp_path, tensorboard=True) as watch:
+        watch.scalars(1, {"loss/total": 1.0})
+        watch.scalars(2, {"loss/total": 2.0})
+        kept = watch.sync()
+        watch.scalars(3, {"loss/total": 3.0})
+        watch.scalars(4, {"loss/total": 4.0})
+    cut_metrics(tmp_path / "metrics.jsonl", kept)
+    with monitor(tmp_path, tensorboard=True, resumed_at=2) as watch:
+        assert watch.sync() == kept
+        watch.scalars(3, {"loss/total": 30.0})
+    assert [line["loss/total"] for line in lines(tmp_path)] == [1.0, 2.0, 30.0]
+    assert [(p.step, p.value) for p in events(tmp_path).Scalars("loss/total")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes", "left"),
+    [("{}\n{}\n", 3, "{}\n"), ("{}\n{}\n", 100, "{}\n{}\n"), ("{}\n{", 100, "{}\n"), ("{}\n", 0, ""), (None, 0, "")],
+)
+def test_metrics_are_cut_to_whole_lines(tmp_path, text, num_bytes, left):
+    path = tmp_path / "metrics.jsonl"
+    if text is not None:
+        path.write_text(text)
+    cut_metrics(path, num_bytes)
+    assert path.read_text() == left
+
+
+def test_value_that_is_not_finite_is_null_no_point_and_one_warning(tmp_path, caplog):
+    with monitor(tmp_path, tensorboard=True) as watch:
+        for step in (1, 2):
+            watch.scalars(step, {"loss/total": float("nan"), "optim/grad_norm": float("inf"), "optim/lr": 1.0})
+        watch.scalars(3, {"loss/total": 0.5})
+    assert [line["loss/total"] for line in lines(tmp_path)] == [None, None, 0.5]
+    assert lines(tmp_path)[0]["optim/grad_norm"] is None
+    written = events(tmp_path)
+    assert [point.step for point in written.Scalars("loss/total")] == [3]
+    assert set(written.Tags()["scalars"]) == {"loss/total", "optim/lr"}
+    assert [record.args[:2] for record in caplog.records] == [(1, "loss/total"), (1, "optim/grad_norm")]
+
+
+def test_metrics_of_a_continued_run_are_appended(tmp_path):
+    for step in (1, 2):
+        with monitor(tmp_path) as watch:
+            watch.scalars(step, {"loss/total": 1.0})
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+
+
+def test_tag_that_would_hide_a_key_of_the_line_is_refused(tmp_path):
+    with monitor(tmp_path) as watch, pytest.raises(ValueError, match="cannot be metrics"):
+        watch.scalars(1, {"time": 2.0})
+    assert lines(tmp_path) == []
+
+
+def test_other_ranks_do_nothing(tmp_path):
+    threads = threading.active_count()
+    with monitor(tmp_path / "out", is_main=False, tensorboard=True, console=True) as watch:
+        watch.scalars(1, {"time": 1.0, "loss/total": float("nan")})
+        watch.samples(1, "samples", [sample(1)])
+        watch.progress(1, samples=8)
+        watch.message("hello")
+    watch.close()
+    assert not (tmp_path / "out").exists()
+    assert threading.active_count() == threads
+
+
+def test_without_tensorboard_there_is_no_folder(tmp_path):
+    with monitor(tmp_path) as watch:
+        watch.scalars(1, {"loss/total": 1.0})
+        watch.samples(1, "samples", [sample(1)])
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_tensorboard_shows_the_samples_with_prompts_seeds_and_rewards(tmp_path):
+    samples = [sample(seed, rewards={"digits": seed / 10}) for seed in range(3)]
+    with monitor(tmp_path, tensorboard=True) as watch:
+        watch.samples(7, "samples", samples)
+    written = events(tmp_path)
+    (image,) = written.Images("samples")
+    assert image.step == 7
+    path = tmp_path / "grid.png"
+    path.write_bytes(image.encoded_image_string)
+    assert np.array_equal(np.asarray(Image.open(path)), sample_grid(samples))
+    (text,) = written.Tensors("samples/text_summary")
+    assert text.tensor_proto.string_val[0].decode() == sample_table(samples)
+
+
+def test_tensorboard_plays_videos_and_shows_their_first_frames(tmp_path):
+    rng = np.random.default_rng(0)
+    samples = [
+        Sample(prompt="waves", prompt_id="p", seed=i, media=rng.integers(0, 256, (4, 64, 64, 3), np.uint8), fps=5.0)
+        for i in range(2)
+    ]
+    with monitor(tmp_path, tensorboard=True) as watch:
+        watch.samples(3, "samples", samples)
+    written = events(tmp_path)
+    assert set(written.Tags()["images"]) == {"samples", "samples/video"}
+    (still,), (moving,) = written.Images("samples"), written.Images("samples/video")
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(still.encoded_image_string))), sample_grid(samples))
+    video, _ = sample_animation(samples)
+    with Image.open(io.BytesIO(moving.encoded_image_string)) as gif:
+        assert (gif.format, gif.n_frames, gif.info["duration"]) == ("GIF", 4, 200)
+        assert (gif.height, gif.width) == video.shape[1:3] == (moving.height, moving.width)
+    assert (moving.step, still.step) == (3, 3)
+
+
+def test_progress_off_a_terminal_is_logged_now_and_then(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    watch = monitor(tmp_path, console=True, unit="videos")  # pytest's stderr is no terminal
+    watch.progress(0, samples=0, note="validating")
+    for step in range(1, 60):
+        watch.progress(step, samples=8, note=f"loss {step}")
+    watch.message("saved step 59")
+    watch.close()
+    watch.close()
+    first, message, last = [record.getMessage() for record in caplog.records]
+    assert first == "step 0/100, validating"
+    assert message == "saved step 59"
+    assert last.startswith("step 59/100, ")
+    assert last.endswith(" videos/s, loss 59")

@@ -1,0 +1,275 @@
+"""Where a run begins, by its recipe and what the output folder holds; and what is refused. Resuming itself:
+tests/distributed/test_resume.py."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from wfm_ds import output, recipe_file
+from wfm_ds.checkpoint import store
+from wfm_ds.derived import derive
+from wfm_ds.errors import RecipeError
+from wfm_ds.output import Start, find_start
+from wfm_ds.recipe_unread import unread_keys
+
+
+@pytest.fixture
+def recipe(root, tmp_path):
+    def load(*overrides, folder="out"):
+        path = root / "recipes" / "tiny" / "sd3_nft.yaml"
+        return recipe_file.load(path, [f"run.output_dir={tmp_path / folder}", "run.steps=8", *overrides])
+
+    return load
+
+
+@pytest.fixture
+def run(recipe, tmp_path):
+    """`run(4, 6)` leaves what a run that was killed after checkpoints 4 and 6 leaves; with `finished`, its result."""
+
+    def leave(*steps, folder="out", overrides=(), finished=None):
+        out = tmp_path / folder
+        out.mkdir()
+        text = recipe_file.dump(recipe(*overrides, folder=folder))
+        (out / "recipe.yaml").write_text(text)
+        (out / "metrics.jsonl").write_text('{"step": 1}\n' * 9)
+        for step in steps:
+            path = out / "checkpoints" / f"step_{step}"
+            path.mkdir(parents=True)
+            (path / "recipe.yaml").write_text(text)
+            files = {"recipe.yaml": len(text)}
+            facts = {"metrics_bytes": 12 * step, "samples_per_step": derive(recipe(), 2).samples_per_step}
+            marker = {"step": step, "world_size": 2, "facts": facts, "files": files}
+            (path / store.COMPLETE).write_text(json.dumps(marker))
+        if finished is not None:
+            (out / "result.json").write_text(json.dumps({"status": "finished", "step": finished}))
+        return out
+
+    return leave
+
+
+def refusal(recipe, world_size=2):
+    with pytest.raises(RecipeError) as caught:
+        find_start(recipe, world_size)
+    return str(caught.value)
+
+
+def test_empty_or_new_folder_is_a_new_run(recipe, tmp_path):
+    assert find_start(recipe(), 2) == Start()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    assert find_start(recipe("run.resume=never"), 2) == Start()
+
+
+@pytest.mark.parametrize("name", ["samples", "logs", "checkpoints", "safetensors", "tensorboard"])
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_folder_that_only_looks_like_a_runs_is_refused(recipe, tmp_path, name, resume):
+    (tmp_path / "out" / name).mkdir(parents=True)
+    message = refusal(recipe(f"run.resume={resume}"))
+    assert message.startswith(f"run.output_dir {tmp_path / 'out'} holds {name} and no run that these belong to")
+    assert find_start(recipe(f"run.resume={resume}"), 2, overwrite=True) == Start()
+
+
+def test_what_a_failed_first_start_leaves_is_no_obstacle(recipe, tmp_path):
+    (tmp_path / "out" / "reward").mkdir(parents=True)
+    assert find_start(recipe(), 2) == Start()
+
+
+def test_output_below_a_file_is_refused(recipe, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "is not a writable folder" in refusal(recipe(folder="file/out"))
+
+
+def test_run_is_continued_from_its_newest_checkpoint(recipe, run):
+    out = run(4, 6)
+    assert find_start(recipe(), 2) == Start(checkpoint=str(out / "checkpoints" / "step_6"), step=6, metrics_bytes=72)
+    (out / "checkpoints" / "step_6" / "recipe.yaml").write_text("torn")
+    assert find_start(recipe(), 2) == Start(checkpoint=str(out / "checkpoints" / "step_4"), step=4, metrics_bytes=48)
+
+
+def test_never_refuses_a_folder_with_a_run(recipe, run):
+    run(4)
+    message = refusal(recipe("run.resume=never"))
+    assert "holds a run already (recipe.yaml, metrics.jsonl)" in message
+    assert message.endswith("or pass --overwrite to replace that run")
+
+
+def test_run_without_a_checkpoint_cannot_be_continued(recipe, run):
+    run()
+    assert "holds a run already (recipe.yaml, metrics.jsonl), without a complete checkpoint" in refusal(recipe())
+
+
+def test_any_ranks_may_continue_but_with_the_same_global_batch_only(recipe, run):
+    marker = run(4) / "checkpoints" / "step_4" / store.COMPLETE
+    assert find_start(recipe(), 1).step == 4
+    complete = json.loads(marker.read_text())
+    complete["facts"]["samples_per_step"] += 8
+    marker.write_text(json.dumps(complete))
+    message = refusal(recipe(), world_size=1)
+    assert "step_4 was written by 2 ranks with 16 samples a step; 1 ranks of this recipe make 8" in message
+
+
+@pytest.mark.parametrize(("num_experts", "refused"), [(2, True), (1, False)])
+def test_micro_batches_decide_which_expert_trains_so_that_their_number_must_stay(
+    recipe, run, root, tmp_path, num_experts, refused
+):
+    marker = run(4) / "checkpoints" / "step_4" / store.COMPLETE
+
+    def sft(micro, accumulation):
+        cut = (f"engine.micro_batch_size={micro}", f"engine.gradient_accumulation={accumulation}")
+        path = root / "recipes" / "tiny" / "sd3_sft.yaml"
+        return recipe_file.load(path, [f"run.output_dir={tmp_path / 'out'}", *cut])
+
+    text = recipe_file.dump(sft(2, 4))
+    (marker.parent / "recipe.yaml").write_text(text)
+    facts = {"metrics_bytes": 0, "samples_per_step": 16, "accumulation": 4, "num_experts": num_experts}
+    complete = {"step": 4, "world_size": 2, "facts": facts, "files": {"recipe.yaml": len(text)}}
+    marker.write_text(json.dumps(complete))
+    assert find_start(sft(4, 4), 1).step == 4
+    if refused:
+        assert "set engine.gradient_accumulation to 4, and engine.micro_batch_size or" in refusal(sft(4, 2))
+    else:
+        assert find_start(sft(4, 2), 2).step == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "run.steps=9",
+        "logging.console=false",
+        "validation.every=3",
+        "checkpoint.every=1",
+        "reward.timeout_s=7",
+        "engine.deepspeed=zero3",
+        "engine.micro_batch_size=1",
+    ],
+)
+def test_what_does_not_change_the_training_may_be_changed(recipe, run, change):
+    run(4)
+    assert find_start(recipe(change), 2).step == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("optimizer.lr=0.5", "optimizer.lr: 0.0003 there, 0.5 here"),
+        ("algorithm.old_decay={slope: 0.5}", "algorithm.old_decay: standard there, nothing here"),
+        ("lora=null", "lora.rank: 4 there, nothing here"),
+        ("reward.functions=[{name: color}]", "reward.functions: "),
+        ("run.seed=1", "run.seed: 0 there, 1 here"),
+    ],
+)
+def test_another_recipe_is_refused_naming_the_key(recipe, run, change, named):
+    out = run(4)
+    message = refusal(recipe(change))
+    assert message.startswith(f"{out}/checkpoints/step_4/recipe.yaml is of another recipe (")
+    assert named in message
+
+
+def test_every_number_of_a_recipe_but_those_listed_makes_another_run(recipe):
+    here = recipe()
+    values = here.model_dump(mode="json")
+    for section, keys in values.items():
+        for key, value in (keys or {}).items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or value == 0:
+                continue
+            changed = values | {section: keys | {key: value + (0.01 if isinstance(value, float) else 4)}}
+            if unread_keys(type(here).model_construct(**vars(here) | {section: section_of(here, section, changed)})):
+                continue  # no recipe has them
+            found = output.differences(here, type(here).model_validate(changed))
+            free = f"{section}.{key}".startswith(output.MAY_CHANGE)
+            assert [line.split(":")[0] for line in found] == ([] if free else [f"{section}.{key}"])
+
+
+def section_of(recipe, name, values):
+    return type(getattr(recipe, name)).model_validate(values[name])
+
+
+def test_what_is_held_out_decides_what_is_trained_on(root, tmp_path):
+    path, out = root / "recipes" / "tiny" / "sd3_sft.yaml", f"run.output_dir={tmp_path}"
+    there, here = recipe_file.load(path, [out]), recipe_file.load(path, [out, "validation.holdout=0.5"])
+    assert output.differences(there, here) == ["validation.holdout: 0.02 there, 0.5 here"]
+
+
+def test_finished_run_has_nothing_to_do_unless_it_is_made_longer(recipe, run):
+    run(6, 8, finished=8)
+    assert find_start(recipe(), 2) == Start(step=8, finished=True)
+    assert find_start(recipe("run.steps=3"), 7) == Start(step=8, finished=True)
+    assert find_start(recipe("run.steps=9"), 2).step == 8
+
+
+def test_finished_run_without_a_checkpoint_cannot_be_made_longer(recipe, run):
+    run(finished=8)
+    assert find_start(recipe(), 2).finished
+    assert "finished with step 8 and kept no checkpoint" in refusal(recipe("run.steps=9"))
+    assert "optimizer.lr" in refusal(recipe("optimizer.lr=1"))
+
+
+def test_result_that_is_not_ours_is_refused(recipe, run):
+    (run(4) / "result.json").write_text("[]")
+    assert "result.json is not what a run writes" in refusal(recipe())
+
+
+def test_checkpoint_of_another_folder_begins_a_new_run_there(recipe, run):
+    path = run(4, folder="other") / "checkpoints" / "step_4"
+    assert find_start(recipe(f"run.resume={path}"), 2) == Start(checkpoint=str(path), step=4)
+    assert "optimizer.lr" in refusal(recipe(f"run.resume={path}", "optimizer.lr=1"))
+    run(6)  # the same command again: the run that it began goes on
+    assert find_start(recipe(f"run.resume={path}"), 2).step == 6
+
+
+def test_path_that_is_no_checkpoint_is_refused(recipe):
+    assert refusal(recipe("run.resume=atuo")).startswith("run.resume: atuo is no complete checkpoint; give auto, never")
+
+
+def test_path_into_the_same_folder_is_refused_before_anything_is_discarded(recipe, run):
+    out = run(4, 6)
+    again = recipe(f"run.resume={out / 'checkpoints' / 'step_4'}")
+    assert "is a checkpoint of run.output_dir itself" in refusal(again)
+    with pytest.raises(RecipeError, match="itself"):
+        find_start(again, 2, overwrite=True)
+    assert sorted(f.name for f in (out / "checkpoints").iterdir()) == ["step_4", "step_6"]
+
+
+def test_opening_cuts_back_to_the_checkpoint_and_discarding_removes_the_run_alone(recipe, run, tmp_path):
+    out = run(4, finished=8)
+    (out / "notes.txt").write_text("mine")
+    output.open_output(recipe("run.steps=9"), find_start(recipe("run.steps=9"), 2))
+    assert (out / "metrics.jsonl").read_text() == '{"step": 1}\n' * 4
+    assert recipe_file.load(out / "recipe.yaml").run.steps == 9
+    assert not (out / "result.json").exists()
+    output.clear_run(out)
+    assert sorted(f.name for f in out.iterdir()) == ["notes.txt"]
+    output.clear_run(tmp_path / "nowhere")
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_overwriting_starts_anew_and_never_deletes_what_the_run_reads(recipe, run):
+    out = run(4, 6)
+    assert find_start(recipe(), 2, overwrite=True) == Start()
+    for override in (f"model.path={out}/safetensors/step_4", f"data.path={out}/data"):
+        with pytest.raises(RecipeError, match=r"lies in run\.output_dir, which --overwrite clears"):
+            find_start(recipe(override), 2, overwrite=True)
+    assert sorted(f.name for f in (out / "checkpoints").iterdir()) == ["step_4", "step_6"]
+
+
+def test_overwriting_knows_an_input_by_any_spelling(recipe, run, tmp_path, monkeypatch):
+    out = run(4)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (out / "zero.json").write_text("{}")
+    inputs = ("model.path=~/out/model", f"engine.deepspeed={out}/zero.json", "engine.deepspeed=~/out/zero.json")
+    for override in (*inputs, "validation.prompts=~/out/samples"):
+        with pytest.raises(RecipeError, match=r"lies in run\.output_dir, which --overwrite clears"):
+            find_start(recipe(override), 2, overwrite=True)
+
+
+def test_folder_belongs_to_one_process_until_it_ends(recipe, run):
+    out = run(4)
+    code = f"from pathlib import Path; from wfm_ds.output import locked\nwith locked(Path({str(out)!r})): print(1)"
+    with output.locked(out):
+        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        assert "a run is going on there" in other.stderr
+        with pytest.raises(RecipeError, match="going on"), output.locked(out):
+            pass
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

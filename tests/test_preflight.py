@@ -1,0 +1,278 @@
+"""Bad input gives one message and leaves nothing behind. The exit codes are tested in tests/end_to_end/."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+from PIL import Image
+
+from wfm_ds import recipe_file
+from wfm_ds.datasets import load_data, readable
+from wfm_ds.errors import DataError, ModelError, RecipeError, RewardError, UserError
+from wfm_ds.preflight import load_model, preflight, report
+
+
+@pytest.fixture
+def rl(tmp_path, root, tiny_pipelines):
+    """A recipe that passes, changed by overrides."""
+    prompts = root / "recipes" / "tiny" / "prompts" / "colors"
+
+    def recipe(*overrides):
+        return recipe_file.load(
+            root / "recipes" / "tiny" / "sd3_nft.yaml",
+            [
+                f"run.output_dir={tmp_path / 'out'}",
+                f"model.path={tiny_pipelines('sd3')}",
+                f"data.path={prompts}",
+                *overrides,
+            ],
+        )
+
+    return recipe
+
+
+@pytest.fixture
+def images(tmp_path):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for i in range(40):
+        Image.fromarray(np.full((32, 32, 3), 6 * i, np.uint8)).save(folder / f"{i:02d}.png")
+        (folder / f"{i:02d}.json").write_text(json.dumps({"prompt": f"shade {i % 4}"}))
+    return folder
+
+
+@pytest.fixture
+def sft(tmp_path, root, tiny_pipelines, images):
+    def recipe(*overrides):
+        return recipe_file.load(
+            root / "recipes" / "tiny" / "sd3_sft.yaml",
+            [
+                f"run.output_dir={tmp_path / 'out'}",
+                f"model.path={tiny_pipelines('sd3')}",
+                f"data.path={images}",
+                *overrides,
+            ],
+        )
+
+    return recipe
+
+
+def test_good_recipes_pass_and_write_nothing(rl, sft, tmp_path):
+    preflight(rl(), world_size=2)
+    preflight(sft(), world_size=2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_report_names_the_derived_numbers(sft):
+    text = report(sft(), world_size=2)
+    assert "samples per step           16 (8 a rank)" in text
+    assert "39 to train on, 1 held out" in text
+    assert "denoiser parameters        87,168, trained 87,168" in text
+    assert text.endswith("all checks passed")
+
+
+def test_lora_parameters_of_the_report_are_those_that_peft_adds(sft):
+    recipe = sft("lora={rank: 4, alpha: 8}")
+    model = load_model(recipe, torch.device("cpu"))
+    model.denoiser.requires_grad_(False)
+    model.denoiser.add_adapter(LoraConfig(r=4, target_modules=list(model.default_lora_targets)))
+    added = sum(p.numel() for p in model.denoiser.parameters() if p.requires_grad)
+    assert f"trained {added:,}" in report(recipe, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "message"),
+    [
+        (["model.path=/nowhere"], ModelError, "/nowhere does not exist"),
+        (["model.path=tiny:sdxl"], UserError, "sdxl"),
+        (["data.path=/nowhere"], DataError, "/nowhere"),
+        (["reward.functions=[{name: colour}]"], RewardError, "did you mean color"),
+        (["reward.functions=[{name: color, options: {shade: 1}}]"], RewardError, "no option shade"),
+        (["reward.functions=[{name: motion}]"], RecipeError, "reward motion scores videos, but the model makes images"),
+        (["reward.functions=[{name: color, options: {frames: all}}]"], RewardError, "reward color: frames is 'all'"),
+        (["reward.functions=[{name: digits}]"], RecipeError, "needs the metadata key 'label', which 12 of 12"),
+        (["rollout.group_size=3"], RecipeError, r"= 2 \* 3 = 6 samples are not divisible by 4 ranks"),
+        (["validation.prompts=/nowhere.txt"], DataError, "/nowhere.txt"),
+        (["engine.deepspeed=zero9"], RecipeError, "zero9 is none of"),
+        (["engine.deepspeed=zero3_hpz", "lora=null", "rollout.group_size=8"], RecipeError, "hpz"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_sentence(rl, tmp_path, overrides, error, message):
+    with pytest.raises(error, match=message) as raised:
+        preflight(rl(*overrides), world_size=4)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_model_of_another_family_is_refused_with_the_supported_ones(rl, tiny_pipelines, tmp_path):
+    folder = tmp_path / "flux"
+    shutil.copytree(tiny_pipelines("sd3"), folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": "FluxPipeline"}))
+    with pytest.raises(ModelError, match=r"FluxPipeline are not supported; supported: .*StableDiffusion3Pipeline"):
+        preflight(rl(f"model.path={folder}"), world_size=1)
+
+
+def test_endpoint_that_does_not_answer_is_an_error_in_time(rl, tmp_path):
+    recipe = rl("reward.spawn=false", f"reward.endpoint=ipc://{tmp_path}/nobody", "reward.start_timeout_s=1")
+    with pytest.raises(RewardError, match="nobody"):
+        preflight(recipe, world_size=1)
+
+
+def test_empty_data_folder_is_refused(sft, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="empty"):
+        preflight(sft(f"data.path={tmp_path / 'empty'}"), world_size=1)
+
+
+def test_captions_without_prompt_are_counted_up_to_the_limit(sft, images):
+    (images / "00.json").write_text('{"caption": "a typo"}')
+    assert len(load_data(sft()).samples) == 38  # one bad, one held out
+    for i in range(1, 4):
+        (images / f"{i:02d}.json").write_text("{}")
+    with pytest.raises(DataError, match=r"4 of 40"):
+        preflight(sft(), world_size=1)
+
+
+def test_report_looks_into_the_first_files(sft, images):
+    for i in range(4):
+        (images / f"{i:02d}.png").write_bytes(b"")
+    preflight(sft(), world_size=1)  # a start looks at names only
+    with pytest.raises(DataError, match=r"4 of the first 36 .* allows 5% of 40: .*00\.png: cannot be decoded"):
+        report(sft(), world_size=1)
+    assert "all checks passed" in report(sft("data.max_bad_fraction=0.2"), world_size=1)
+
+
+def test_few_broken_media_are_judged_by_the_size_of_their_data_set(sft, images, caplog):
+    (images / "00.png").write_bytes(b"")
+    data = load_data(sft("validation.holdout=0"))
+    assert data.num_samples == 40
+    held_out = data.samples[:4]  # a quarter of these are broken, of the data set a fortieth
+    assert readable(held_out, sft(), 3, whole=40) == held_out[1:]
+    assert "left out" in caplog.text
+    with pytest.raises(DataError, match=r"1 of the first 4 media are bad, .* 5% of 4: "):
+        readable(held_out, sft(), 3, whole=4)
+    with pytest.raises(DataError, match=r"1 of the first 1 media are bad"):
+        readable(held_out[:1], sft(), 3, whole=40)
+
+
+def test_size_that_the_family_cannot_make_is_a_recipe_error(rl):
+    with pytest.raises(RecipeError, match=r"sampling: .*multiple of 4"):
+        load_model(rl("sampling.height=34"), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "message"),
+    [
+        ("sd3", [], r"max_num_conditional_frames 1: sd3 takes 0 given latent frames; change the range 0 to 1"),
+        ("cosmos25", [], "leaves nothing to predict of 1 latent frames"),
+        ("cosmos25", ["sampling.num_frames=5", "algorithm.max_num_conditional_frames=3"], "takes 0 or 1 or 2 given"),
+        ("cosmos25", ["sampling.num_frames=4"], r"sampling: num_frames must be 4 \* k \+ 1"),
+        ("cosmos25", ["sampling.num_frames=5"], None),
+    ],
+)
+def test_given_frames_that_the_family_cannot_take_are_a_recipe_error(sft, tiny_pipelines, family, overrides, message):
+    guardrail = "off" if family == "cosmos25" else "stock"
+    base = [f"model.path={tiny_pipelines(family)}", f"model.guardrail={guardrail}"]
+    recipe = sft(*base, "algorithm.max_num_conditional_frames=1", *overrides)
+    if message is None:
+        assert load_model(recipe, torch.device("cpu")).family == family
+        return
+    with pytest.raises(RecipeError, match=message) as raised:
+        load_model(recipe, torch.device("cpu"))
+    assert "\n" not in str(raised.value)
+
+
+def test_lora_targets_that_match_nothing_are_a_recipe_error(rl):
+    with pytest.raises(RecipeError, match=r"lora\.target_modules: no linear layer of the denoiser ends with nope"):
+        load_model(rl("lora.target_modules=[nope]"), torch.device("cpu"))
+
+
+def test_what_two_experts_need_is_checked_with_the_model(rl, tiny_pipelines):
+    two, guided = (
+        f"model.path={tiny_pipelines('wan22')}",
+        ["sampling.guidance_scale=4", "sampling.guidance_scale_low=3"],
+    )
+    assert len(load_model(rl(two, *guided), torch.device("cpu")).sigma_ranges) == 2
+    with pytest.raises(RecipeError, match=r"sampling\.guidance_scale_low: .* has no second expert; remove the key"):
+        load_model(rl(*guided), torch.device("cpu"))
+    with pytest.raises(RecipeError, match="stage 1 cannot train a model with two experts"):
+        load_model(rl(two, "engine.deepspeed=zero1"), torch.device("cpu"))
+    with pytest.raises(RecipeError, match="guidance_scale_low needs a guidance_scale above 1"):
+        rl(two, "sampling.guidance_scale_low=3")
+
+
+def test_random_denoiser_follows_from_the_run_seed(sft):
+    def first_weight(*overrides):
+        model = load_model(sft(*overrides), torch.device("cpu"))
+        return next(p for name, p in model.denoiser.named_parameters() if name.endswith("to_q.weight")).detach()
+
+    stored, one = first_weight(), first_weight("model.denoiser_init=random", "run.seed=1")
+    assert torch.equal(one, first_weight("model.denoiser_init=random", "run.seed=1"))
+    assert not torch.equal(one, first_weight("model.denoiser_init=random", "run.seed=2"))
+    assert not torch.equal(one, stored)
+
+
+def test_validation_folder_replaces_the_holdout(sft, images, tmp_path):
+    held = tmp_path / "held"
+    held.mkdir()
+    for suffix in (".png", ".json"):
+        shutil.copy(images / f"07{suffix}", held / f"mine{suffix}")
+    data = load_data(sft(f"validation.path={held}"))
+    assert len(data.samples) == 40
+    assert [s.media.path.name for s in data.held_out] == ["mine.png"]
+    assert [p.text for p in data.shown] == ["shade 3"]
+
+
+@pytest.fixture
+def ddrl(tmp_path, root, tiny_pipelines, images):
+    def recipe(*overrides):
+        return recipe_file.load(
+            root / "recipes" / "tiny" / "sd3_ddrl.yaml",
+            [
+                f"run.output_dir={tmp_path / 'out'}",
+                f"model.path={tiny_pipelines('sd3')}",
+                f"data.path={images}",
+                *overrides,
+            ],
+        )
+
+    return recipe
+
+
+def test_ddrl_takes_its_prompts_from_the_captions_of_all_media(ddrl):
+    data = load_data(ddrl())
+    assert len(data.samples) == 40
+    assert data.held_out == []
+    assert data.prompts == [sample.prompt for sample in data.samples]
+    assert [prompt.text for prompt in data.shown] == [f"shade {i}" for i in range(4)]
+
+
+def test_rewards_must_be_able_to_score_the_captions(ddrl):
+    with pytest.raises(RecipeError, match=r"needs the metadata key 'label', which 40 of 40 prompts lack"):
+        preflight(ddrl("reward.functions=[{name: digits}]"), 1)
+
+
+def test_a_recipe_that_is_probably_not_meant_is_warned_of(ddrl, caplog):
+    preflight(ddrl("algorithm.data_beta=0"), 1)
+    assert "has no data to hold the policy to" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "message"),
+    [
+        (
+            "sd3",
+            ["algorithm.max_num_conditional_frames=1"],
+            r"sd3 takes 0 given latent frames; change the range 0 to 1",
+        ),
+        ("sd3", ["sampling.s_churn=0"], r"no noise follows the denoise steps \[0, 1, 2\]"),
+    ],
+)
+def test_what_the_family_cannot_do_in_ddrl_is_refused(ddrl, tiny_pipelines, family, overrides, message):
+    recipe = ddrl(f"model.path={tiny_pipelines(family)}", *overrides)
+    with pytest.raises(RecipeError, match=message):
+        load_model(recipe, torch.device("cpu"))

@@ -1,0 +1,56 @@
+"""The processes behind `two_ranks`: results by rank, errors and hangs that say what happened, an end."""
+
+import os
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks import RankError, Ranks
+
+
+def sum_over_ranks(start):
+    total = torch.tensor([start + dist.get_rank()])
+    dist.all_reduce(total)
+    return {"total": total, "rank": dist.get_rank(), "pid": os.getpid()}
+
+
+def fail_on_rank_1():
+    if dist.get_rank() == 1:
+        raise KeyError("what rank 1 misses")
+    return "fine"
+
+
+def hang_on_rank_0():
+    if dist.get_rank() == 0:
+        threading.Event().wait()
+    dist.barrier()
+
+
+def test_results_come_by_rank_from_processes_that_stay(two_ranks):
+    for start in (1, 5):
+        parts = two_ranks.run(sum_over_ranks, start=start)
+        assert [part["rank"] for part in parts] == [0, 1]
+        assert [int(part["total"]) for part in parts] == [2 * start + 1] * 2
+    assert [part["pid"] for part in parts] == [process.pid for process in two_ranks._processes]
+
+
+def test_a_traceback_of_a_rank_is_raised_here(two_ranks):
+    with pytest.raises(RankError, match=r"rank 1 of 2 raised in fail_on_rank_1") as caught:
+        two_ranks.run(fail_on_rank_1)
+    assert "KeyError: 'what rank 1 misses'" in str(caught.value)
+    assert int(two_ranks.run(sum_over_ranks, start=0)[0]["total"]) == 1, "the group survives an error that all ended"
+
+
+def test_a_hang_ends_with_the_stacks_of_all_ranks(tmp_path):
+    ranks = Ranks(2, tmp_path, deadline_s=2)
+    try:
+        with pytest.raises(RankError, match=r"hang_on_rank_0 did not end within 2 s") as caught:
+            ranks.run(hang_on_rank_0)
+        assert str(caught.value).count("in hang_on_rank_0") == 2
+        assert int(ranks.run(sum_over_ranks, start=0)[1]["total"]) == 1, "the next run starts a new group"
+        processes = list(ranks._processes)
+    finally:
+        ranks.stop()
+    assert all(process.poll() is not None for process in processes)

@@ -1,0 +1,373 @@
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wfm_ds import recipe_file
+from wfm_ds.errors import RecipeError
+from wfm_ds.recipe import LoraRecipe, Recipe, RewardFunction
+from wfm_ds.recipe_algorithms import DecaySchedule, NftAlgorithm, SftAlgorithm
+from wfm_ds.recipe_unread import unread_keys
+
+GOOD = """\
+run: {output_dir: out, steps: 3}
+model:
+  path: tiny:sd3
+data: {kind: prompts, path: prompts}
+sampling: {height: 64, width: 64}
+algorithm:
+  name: diffusion_nft
+rollout: {group_size: 4}
+reward:
+  functions:
+    - name: ocr
+    - {name: sharp, weight: 2}
+"""
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """`load(text, *overrides, base=...)`: from recipes/mine.yaml (and recipes/base.yaml) in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+
+    def load_text(text, *overrides, base=None):
+        (folder / "mine.yaml").write_text(text, encoding="utf-8")
+        if base is not None:
+            (folder / "base.yaml").write_text(base)
+        return recipe_file.load(folder.relative_to(tmp_path) / "mine.yaml", overrides)
+
+    return load_text
+
+
+@pytest.fixture
+def errors(load):
+    """The lines of the error that `load` raises."""
+
+    def lines(*args, **kwargs):
+        with pytest.raises(RecipeError) as caught:
+            load(*args, **kwargs)
+        return str(caught.value).split("\n")
+
+    return lines
+
+
+def with_algorithm(*lines):
+    return GOOD.replace("name: diffusion_nft", "\n  ".join(["name: diffusion_nft", *lines]))
+
+
+# ---- reading
+
+
+def test_a_good_recipe_has_its_values_and_the_defaults(load):
+    recipe = load(GOOD)
+    assert recipe.algorithm == NftAlgorithm(name="diffusion_nft")
+    assert recipe.reward.functions == [RewardFunction(name="ocr"), RewardFunction(name="sharp", weight=2)]
+    assert recipe.lora is None
+
+
+@pytest.mark.parametrize(("text", "value"), [("1e-4", 1e-4), ("3E-4", 3e-4), ("1e5", 1e5), ("2", 2.0), (".5", 0.5)])
+def test_numbers_with_exponents_are_numbers(load, text, value):
+    assert load(GOOD + f"optimizer: {{lr: {text}}}\n").optimizer.lr == value
+
+
+def test_whole_numbers_may_have_exponents_but_no_fraction(load, errors):
+    assert load(GOOD, "run.steps=1e3").run.steps == 1000
+    assert errors(GOOD, "run.steps=1.5")[0].endswith("run.steps: expected a whole number > 0, got 1.5")
+
+
+def test_anchors_may_be_used(load):
+    recipe = load(GOOD.replace("height: 64, width: 64", "height: &side 96, width: *side"))
+    assert (recipe.sampling.height, recipe.sampling.width) == (96, 96)
+
+
+def test_yes_is_a_flag_where_a_flag_is_expected_and_text_elsewhere(load, errors):
+    assert load(GOOD, "data.shuffle=no").data.shuffle is False
+    assert load(GOOD, "reward.functions.0.options={mode: on}").reward.functions[0].options == {"mode": "on"}
+    assert errors(GOOD, "model.dtype=no") == [
+        "override model.dtype=no: model.dtype: expected one of bfloat16, float32, got 'no'"
+    ]
+
+
+def test_an_empty_section_means_its_defaults(load):
+    assert load(GOOD + "validation:\nlora:\n") == load(GOOD)
+
+
+# ---- errors in one file
+
+
+def test_a_misspelt_key_names_the_line_and_the_nearest_key(errors):
+    assert errors(with_algorithm("timestep_fracton: .5")) == [
+        "recipes/mine.yaml:8: algorithm.timestep_fracton is not a key of diffusion_nft; did you mean timestep_fraction?"
+    ]
+
+
+def test_all_errors_are_reported_sorted_by_line(errors):
+    text = with_algorithm("beta: 0", "kl_beta: true").replace("steps: 3", "steps: many")
+    assert errors(text, "lora.rank='30'") == [
+        "recipes/mine.yaml:1: run.steps: expected a whole number > 0, got 'many'",
+        "recipes/mine.yaml:8: algorithm.beta: expected a number > 0, got 0",
+        "recipes/mine.yaml:9: algorithm.kl_beta: expected a number >= 0, got true",
+        "override lora.rank='30': lora.rank: expected a whole number > 0, got '30'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        (", steps: 3", "", 1, "the key run.steps is missing; expected a whole number > 0"),
+        (
+            "sampling: {height: 64, width: 64}",
+            "sampling:",
+            5,
+            "the section sampling is missing; it needs height and width",
+        ),
+        ("rollout:", "rolout:", 8, "rolout is not a section; did you mean rollout?"),
+        ("group_size: 4", "group_size: 1", 8, "rollout.group_size: expected a whole number >= 2, got 1"),
+        ("group_size: 4", "lr: 1", 8, "rollout.lr is not a key of rollout; lr is a key of optimizer"),
+        ("path: tiny:sd3", "path: 3.5", 3, "model.path: expected text, got 3.5; put it in quotes"),
+        ("path: tiny:sd3", "path: [a]", 3, "model.path: expected text, got ['a']"),
+        (
+            "name: diffusion_nft",
+            "name: grpo",
+            7,
+            "algorithm.name: expected one of sft, diffusion_nft, flow_grpo, ddrl, got 'grpo'",
+        ),
+        ("name: diffusion_nft", "beta: 1", 6, "the key algorithm.name is missing; expected one of sft, diffusion_nft"),
+        (
+            "algorithm:\n  name: diffusion_nft",
+            "algorithm: nft",
+            6,
+            "algorithm: expected a mapping with name: sft or diffusion_nft or flow_grpo or ddrl, got 'nft'",
+        ),
+        ("weight: 2", "weight: x", 12, "reward.functions.1.weight: expected a number, got 'x'"),
+        ("weight: 2", "clip: [2, 1]", 12, "reward.functions.1.clip: the lower bound 2.0 must be below the upper"),
+        ("weight: 2", "clip: [2]", 12, "reward.functions.1.clip: expected a list of 2, each a number, got [2]"),
+        ("weight: 2", "weight: .nan", 12, "nan is not a number to work with"),
+        ("name: ocr", "name: sharp", 9, "reward: each reward may be named once"),
+        ("rollout: {group_size: 4}\n", "", 6, "algorithm diffusion_nft needs the section rollout"),
+        ("kind: prompts", "kind: paired", 4, "algorithm diffusion_nft needs data.kind: prompts"),
+    ],
+)
+def test_errors_name_line_key_and_expectation(errors, old, new, line, message):
+    assert old in GOOD
+    found = errors(GOOD.replace(old, new))
+    assert any(text.startswith(f"recipes/mine.yaml:{line}: {message}") for text in found), found
+
+
+def test_a_union_reports_the_member_that_was_meant(errors):
+    assert errors(with_algorithm("old_decay: fast")) == [
+        "recipes/mine.yaml:8: algorithm.old_decay: expected one of copy, standard, slow or a mapping with keys of "
+        "flat_steps, initial, slope, max, got 'fast'"
+    ]
+    assert errors(with_algorithm("old_decay:", "  slop: 1", "  max: 2")) == [
+        "recipes/mine.yaml:9: algorithm.old_decay.slop is not a key of algorithm.old_decay; did you mean slope?",
+        "recipes/mine.yaml:10: algorithm.old_decay.max: expected a number >= 0 and < 1, got 2",
+    ]
+    assert errors(with_algorithm("old_decay: {initial: 0.6}")) == [
+        "recipes/mine.yaml:8: algorithm.old_decay: initial 0.6 is above max 0.5: raise max"
+    ]
+
+
+def test_settings_of_advantages_fit_the_group_and_the_reward(errors):
+    assert errors(with_algorithm("best_of_n: 6"))[0].endswith("algorithm.best_of_n 6 is more than rollout.group_size 4")
+    scaled = with_algorithm("combine: mean").replace("reward:\n", "reward:\n  scale: 2\n")
+    assert errors(scaled)[0].endswith(
+        "reward.clip and reward.scale act on the weighted sum, which algorithm.combine: mean does not use: remove "
+        "them, or set clip in reward.functions"
+    )
+    assert "set advantage_std: group" in errors(with_algorithm("combine: gdpo"))[0]
+
+
+def test_a_key_named_like_its_algorithm_is_an_unknown_key(errors):
+    [line] = errors(GOOD.replace("name: diffusion_nft", "name: sft\n  sft: 1"))
+    assert line.startswith("recipes/mine.yaml:8: algorithm.sft is not a key of sft")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", ":1: the file is empty"),
+        ("# nothing\n", ":1: the file is empty"),
+        ("- a\n", ":1: expected a mapping of sections (run, model, data, sampling, algorithm, ...), got a list"),
+        ("run:\n\tsteps: 3\n", ":2: this is not YAML: while scanning for the next token, found character '\\t'"),
+        ("run: {a: 1\n", ":2: this is not YAML"),
+        ("run: 1\n---\nrun: 2\n", ":2: this is not YAML"),
+        ("run:\n  steps: \x01\n", ":2: this is not YAML: it contains a control character"),
+        ("run:\n  a: 1\n  a: 2\n", ":3: run.a is written twice; first at recipes/mine.yaml:2"),
+        ("run: *a\n", ":1: this is not YAML: found undefined alias 'a'"),
+        ("run: &a\n  b: *a\n", ":2: run.b contains itself"),
+        ("run: !!python/object:os.x {}\n", ":1: the YAML type tag:yaml.org,2002:python/object:os.x"),
+        ("run: !!int x\n", ":1: 'x' is not of the YAML type int"),
+        ("1: a\n", ":1: a key must be text, got 1"),
+    ],
+)
+def test_what_is_not_a_recipe_is_refused_with_its_line(errors, text, message):
+    assert errors(text)[0].startswith("recipes/mine.yaml" + message)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    for name, message in [("none.yaml", "no such recipe"), (".", "is a folder"), ("bytes.yaml", "not a text file")]:
+        with pytest.raises(RecipeError, match=message):
+            recipe_file.load(tmp_path / name)
+
+
+# ---- defaults
+
+
+def test_a_variant_merges_mappings_and_replaces_lists(load):
+    recipe = load(
+        "defaults: base.yaml\nrun: {steps: 7}\nreward: {functions: [{name: ocr}]}\nalgorithm: {beta: 2}\n",
+        base=with_algorithm("kl_beta: 3"),
+    )
+    assert (recipe.run.output_dir.name, recipe.run.steps) == ("out", 7)
+    assert recipe.algorithm == NftAlgorithm(name="diffusion_nft", beta=2, kl_beta=3)
+    assert [f.name for f in recipe.reward.functions] == ["ocr"]
+
+
+def test_null_in_a_variant_removes_a_section(load):
+    base = GOOD + "lora: {rank: 3}\nvalidation: {every: 9}\n"
+    assert load("defaults: base.yaml\n", base=base).lora == LoraRecipe(rank=3)
+    recipe = load("defaults: base.yaml\nlora: null\nvalidation: null\n", base=base)
+    assert recipe.lora is None
+    assert recipe.validation.every == 0
+
+
+def test_another_algorithm_drops_the_keys_of_the_base(load):
+    variant = "defaults: base.yaml\nalgorithm: {name: sft, logit_std: 2}\ndata: {kind: paired}\nrollout:\nreward:\n"
+    assert load(variant, base=with_algorithm("beta: 7")).algorithm == SftAlgorithm(name="sft", logit_std=2)
+
+
+def test_errors_name_the_file_that_they_are_in(errors):
+    found = errors("defaults: base.yaml\nrun: {steps: 0}\n", base=GOOD + "lora: {rnk: 3}\n")
+    assert found == [
+        "recipes/base.yaml:13: lora.rnk is not a key of lora; did you mean rank?",
+        "recipes/mine.yaml:2: run.steps: expected a whole number > 0, got 0",
+    ]
+
+
+def test_defaults_go_one_level_deep_and_name_an_existing_file(errors):
+    assert errors("defaults: base.yaml\n")[0].startswith("recipes/mine.yaml:1: defaults: there is no file recipes/base")
+    assert errors("defaults: [a]\n")[0].startswith("recipes/mine.yaml:1: defaults: expected the path of one recipe")
+    assert errors("defaults: base.yaml\n", base="# x\ndefaults: mine.yaml\n")[0].startswith("recipes/base.yaml:2: ")
+
+
+# ---- overrides
+
+
+def test_overrides_are_yaml_values_at_a_path(load):
+    recipe = load(
+        GOOD + "lora: {rank: 3}\n",
+        *("lora=null", "validation.seeds=[1,2]", "reward.functions.0.weight=2", "optimizer.lr=1e-3"),
+        *("algorithm.old_decay.slope=0.1", "sampling.negative_prompt=blurry, dark", "run.output_dir=a=b"),
+    )
+    assert recipe.lora is None
+    assert recipe.validation.seeds == [1, 2]
+    assert [f.weight for f in recipe.reward.functions] == [2, 2]
+    assert recipe.optimizer.lr == 1e-3
+    assert recipe.algorithm.old_decay == DecaySchedule(slope=0.1)
+    assert recipe.sampling.negative_prompt == "blurry, dark"
+    assert str(recipe.run.output_dir) == "a=b"
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_an_override_of_the_algorithm_drops_its_keys_in_any_order(load, turn):
+    words = ["algorithm.name=sft", "algorithm.logit_std=2", "rollout=null", "reward=null", "data.kind=paired"][::turn]
+    assert load(with_algorithm("beta: 7"), *words).algorithm == SftAlgorithm(name="sft", logit_std=2)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("run.steps", "expected section.key=value"),
+        ("=3", "expected section.key=value"),
+        ("run..steps=3", "expected section.key=value"),
+        ("run.steps=", "there is no value"),
+        ("validation.seeds=[1,", "the value is not YAML"),
+        ("optimizer.lr=.nan", "nan is not a number"),
+        ("defaults=base.yaml", "defaults belongs into a file"),
+        ("--run.steps=3", "--run is not a section; did you mean run?"),
+        ("reward.functions.2.weight=1", "reward.functions is a list that has the entries 0 to 1, it has no 2"),
+        ("reward.functions.ocr.weight=1", "reward.functions is a list that has the entries 0 to 1, it has no ocr"),
+        ("run.steps.x=1", "run.steps: expected a whole number > 0, got a mapping (x)"),
+        ("model=null", "the section model is missing; it needs path"),
+        ("algorithm.beta=x", "algorithm.beta: expected a number > 0, got 'x'"),
+    ],
+)
+def test_a_bad_override_is_named(errors, word, message):
+    [line] = errors(GOOD, word)
+    assert line.startswith(f"override {word}: {message}")
+
+
+# ---- writing
+
+TEXT = st.text(min_size=1, max_size=12) | st.sampled_from(
+    ["1e-4", "on", "null", "2024-01-01", "~", "0x1", ": a", "- b"]
+)
+OPTIONS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    text=TEXT,
+    options=st.dictionaries(TEXT, OPTIONS, max_size=3),
+    lr=st.floats(min_value=1e-12, max_value=10),
+    lora=st.none() | st.builds(LoraRecipe, alpha=st.floats(min_value=0.1), target_modules=st.none() | st.just(["q"])),
+    old_decay=st.sampled_from(["copy", "slow"]) | st.builds(DecaySchedule, slope=st.floats(min_value=0, max_value=1)),
+    seeds=st.lists(st.integers(min_value=0, max_value=2**63), min_size=1, max_size=3),
+)
+def test_what_is_written_loads_to_the_same(tmp_path_factory, text, options, lr, lora, old_decay, seeds):
+    values = yaml.safe_load(GOOD)
+    values["reward"]["functions"][0]["options"] = options
+    values |= {"optimizer": {"lr": lr}, "lora": lora, "validation": {"seeds": seeds, "prompts": "p/q.txt"}}
+    values["sampling"]["negative_prompt"] = text
+    values["algorithm"]["old_decay"] = old_decay
+    recipe = Recipe.model_validate(values)
+    path = tmp_path_factory.getbasetemp() / "resolved.yaml"
+    path.write_text(recipe_file.dump(recipe), encoding="utf-8")
+    assert repr(recipe_file.load(path)) == repr(recipe)  # == would take 1 for true
+
+
+def test_the_written_recipe_has_plain_values_and_only_used_sections(load):
+    text = recipe_file.dump(load(GOOD))
+    values = yaml.safe_load(text)
+    assert "lora" not in values
+    assert values["run"] == {"output_dir": "out", "steps": 3, "seed": 0, "resume": "auto"}
+    assert "betas: [0.9, 0.999]" in text
+
+
+def test_an_infinity_is_written_as_one(tmp_path):
+    values = yaml.safe_load(GOOD)
+    values["reward"]["functions"][0]["options"] = {"bound": float("inf")}
+    recipe = Recipe.model_validate(values)
+    (tmp_path / "resolved.yaml").write_text(recipe_file.dump(recipe), encoding="utf-8")
+    assert recipe_file.load(tmp_path / "resolved.yaml") == recipe
+
+
+SFT = ["algorithm={name: sft}", "data.kind=paired", "rollout=null", "reward=null"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["data.caption_dropout=0.2"], "data.caption_dropout"),
+        (["data.fps=8", "data.crop=random"], "data.fps and data.crop"),
+        (["validation.holdout=0.5"], "validation.holdout"),
+        ([*SFT, "sampling.solver=flow_sde"], "sampling.solver"),
+        ([*SFT, "data.split=test"], "data.split"),
+    ],
+)
+def test_keys_that_the_run_would_not_read_are_refused(load, errors, overrides, named):
+    assert any(f"does not read {named}: remove it" in line for line in errors(GOOD, *overrides))
+
+
+def test_a_resolved_recipe_may_name_every_key(load):
+    recipe = load(GOOD, *SFT)
+    assert unread_keys(recipe) == []
+    assert load(recipe_file.dump(recipe)) == recipe

@@ -1,0 +1,131 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from wfm_ds.models import registry
+from wfm_ds.models.text_cache import TextCache
+from wfm_ds.recipe_sampling import SamplingRecipe
+from wfm_ds.sampler import Sampler
+from wfm_ds.sampling.edm import Churn, edm_plan
+from wfm_ds.sampling.plan import deterministic_plan
+from wfm_ds.types import GivenLatents, Prompt
+
+
+@pytest.fixture(scope="module")
+def model(tiny_pipelines):
+    return registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+
+
+def sampler(model, **settings):
+    return Sampler(model=model, texts=TextCache(model), settings=SamplingRecipe(height=32, width=32, **settings))
+
+
+@pytest.fixture(scope="module")
+def video_model(tiny_pipelines):
+    return registry.load(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
+
+
+def prompts(*texts, negative=None):
+    return [Prompt(id=str(i), text=text, negative_text=negative) for i, text in enumerate(texts)]
+
+
+def test_samples_start_from_the_noise_of_their_seeds_and_follow_the_plan(model):
+    drawn = sampler(model, guidance_scale=2.5, eval_steps=3)
+    asked = []
+
+    def counted(*arguments):
+        asked.append(arguments[3])
+        return model.denoise(*arguments)
+
+    plan = drawn.evaluation_plan()
+    got = drawn.generate(prompts("a red circle", "a cat"), [3, 4], plan, velocity=counted).clean
+    noise = torch.cat([torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(s)) for s in (3, 4)])
+    texts, nothing = TextCache(model).encode(["a red circle", "a cat"]), TextCache(model).encode(["", ""])
+
+    def guided(latents, sigma):
+        sigma_B = torch.full((2,), sigma)
+        cond, uncond = (model.denoise(latents, sigma_B, text) for text in (texts, nothing))
+        return uncond + 2.5 * (cond - uncond)
+
+    with torch.no_grad():
+        want = deterministic_plan("ode", model.sigmas(3, (4, 16, 16))).run(guided, noise, [0, 0]).clean
+    assert torch.equal(got, want)
+    assert asked == [0] * 6  # the one expert of this family, twice at each step
+    assert torch.equal(drawn.generate(prompts("a red circle", "a cat"), [3, 4], plan).clean, want)
+
+
+def test_gradient_flows_through_the_conditional_half_only(model):
+    drawn = sampler(model, guidance_scale=3)
+    weight = torch.ones(1, requires_grad=True)
+    got = drawn.guided(lambda x, *_: weight * x, torch.ones(1, 2), torch.ones(1), {}, {}, None)
+    (gradient,) = torch.autograd.grad(got.sum(), weight)
+    assert gradient.item() == 3 * 2
+
+
+def test_guidance_contrasts_with_the_prompts_own_negative_text_then_the_recipes_then_the_familys(model):
+    two = [*prompts("x", negative="a blue square"), *prompts("x")]
+    for recipes_own, second in ((None, ""), ("a cat", "a cat")):
+        got = sampler(model, guidance_scale=3, negative_prompt=recipes_own).unconditional(two)
+        want = TextCache(model).encode(["a blue square", second])
+        assert all(torch.equal(got[name], want[name]) for name in want)
+    assert sampler(model).unconditional(two) is None
+
+
+def test_negative_texts_are_encoded_as_the_stock_pipeline_does(tiny_pipelines):
+    """SANA's instruction stands before prompts only."""
+    sana = registry.load(tiny_pipelines("sana"), dtype=torch.float32, device="cpu", prompt_template="stock")
+    got = sampler(sana, guidance_scale=3).unconditional(prompts("x", negative="a cat"))
+    for name, tensor in sana.encode_negative(["a cat"]).items():
+        torch.testing.assert_close(got[name], tensor)
+    assert (got["prompt_embeds"] - sana.encode_text(["a cat"])["prompt_embeds"]).abs().max() > 1e-3
+
+
+def test_broken_latents_are_shown_grey_and_named(model):
+    latents = torch.randn(3, *sampler(model).latent_shape, generator=torch.Generator().manual_seed(0))
+    whole, _ = sampler(model).media(latents)
+    latents[1, 0, 0, 0] = float("nan")
+    media, finite = sampler(model).media(latents)
+    assert finite == [True, False, True]
+    assert np.array_equal(media[1], model.to_uint8(model.decode(torch.zeros_like(latents[:1])))[0])
+    assert np.array_equal(media[[0, 2]], whole[[0, 2]])
+
+
+def test_images_are_decoded_one_after_the_other(model):
+    """In float32 a decoder needs gigabytes for each picture, more than the denoiser for all of them."""
+    latents, sizes = torch.randn(3, *sampler(model).latent_shape), []
+    with model.pipeline.vae.decoder.register_forward_hook(lambda module, args, result: sizes.append(len(args[0]))):
+        media, _ = sampler(model).media(latents)
+    assert sizes == [1, 1, 1]
+    assert media.shape == (3, 32, 32, 3)
+
+
+@pytest.mark.parametrize(("num_frames", "latent_frames"), [(5, 2), (1, 1)])
+def test_videos_keep_their_frames_also_a_single_one(tiny_pipelines, num_frames, latent_frames):
+    model = registry.load(tiny_pipelines("wan21"), dtype=torch.float32, device="cpu")
+    drawn = sampler(model, num_frames=num_frames)
+    latents = torch.randn(3, *drawn.latent_shape, generator=torch.Generator().manual_seed(0))
+    assert latents.shape[2] == latent_frames
+    media, finite = drawn.media(latents)
+    assert (media.shape, media.dtype, finite) == ((3, num_frames, 32, 32, 3), np.uint8, [True] * 3)
+    at_once = model.to_uint8(model.decode(latents))
+    assert np.abs(media.astype(int) - at_once).max() <= 1
+
+
+@pytest.mark.parametrize("plan", ["ode", "edm"])
+@pytest.mark.parametrize("guidance_scale", [1.0, 2.5])
+def test_given_frames_are_what_the_samples_begin_with(video_model, plan, guidance_scale):
+    drawn = sampler(video_model, guidance_scale=guidance_scale, num_frames=9, eval_steps=3)
+    churn = Churn.of_run(3, s_churn=1.0, s_t_min=0.0, s_t_max=math.inf, s_noise=1.0)
+    steps = drawn.evaluation_plan() if plan == "ode" else edm_plan("edm_2ab", 3, churn)
+    latents = torch.randn((2, *drawn.latent_shape), generator=torch.Generator().manual_seed(0))
+    given = GivenLatents(latents, torch.tensor([1, 2]))
+    got = drawn.generate(prompts("a", "b"), [3, 4], steps, given=given).clean
+    torch.testing.assert_close(got[0, :, :1], latents[0, :, :1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(got[1, :, :2], latents[1, :, :2], rtol=0, atol=1e-5)
+    assert (got[0, :, 1:] - latents[0, :, 1:]).abs().max() > 0.1
+    alone = drawn.generate(prompts("a"), [3], steps, given=GivenLatents(latents[:1], torch.tensor([1]))).clean
+    torch.testing.assert_close(alone, got[:1], rtol=0, atol=1e-4)
+    free = drawn.generate(prompts("a"), [3], steps).clean
+    assert (free[0, :, 1:] - got[0, :, 1:]).abs().max() > 1e-4  # what is given matters for the rest

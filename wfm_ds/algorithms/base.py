@@ -1,0 +1,101 @@
+"""What the RL loop asks of an algorithm. Pure torch and numpy: no engine, no file, no collective."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from wfm_ds.algorithms.advantages import Advantages, Rewards, step_advantages
+from wfm_ds.algorithms.batch import Term, TermBatch
+
+if TYPE_CHECKING:
+    from wfm_ds.recipe import Recipe
+    from wfm_ds.recipe_algorithms import RlSettings
+    from wfm_ds.sampling.denoise import Plan
+    from wfm_ds.types import Rollout
+
+TermT = TypeVar("TermT", bound=Term)
+BatchT = TypeVar("BatchT", bound=TermBatch)
+Stats: TypeAlias = dict[str, "Tensor | tuple[Tensor, Tensor]"]
+"""Detached [B] by metric tag, or (value [B], mask [B]) where it counts for some terms only (meter.Meter)."""
+
+
+class StepSamples(Protocol):
+    """The samples of one RL step that this rank generated."""
+
+    @property
+    def mine(self) -> Sequence[Rollout]: ...
+
+    @property
+    def first(self) -> int:
+        """Index of mine[0] among the samples of all ranks."""
+
+
+class RlAlgorithm(ABC, Generic[TermT, BatchT]):
+    """One algorithm for one recipe, on the rollout's grid. What it decides on the host is the same on every rank."""
+
+    area: ClassVar[str]  # of metric tags that are its own
+    settings: RlSettings
+    rollout_policy = "train"
+    """That denoises: the trained weights, or a copy."""
+    references: tuple[str, ...] = ()
+    """Policies whose predictions the loss gets beside the trained one's, in the order of their forwards. One is missing
+    where its weights equal the trained ones: the loss detaches its own prediction."""
+    num_given = (0, 0)
+    """The smallest and the largest number of latent frames of the data that a group of rollouts is given."""
+    recalls_old = False
+    """`old` is no copy of the weights but the trained ones at the start of the RL step, asked before its first
+    update."""
+
+    @abstractmethod
+    def __init__(self, recipe: Recipe, sigmas: Tensor) -> None:
+        """sigmas: the rollout grid [N+1] float64, descending to 0. Raises RecipeError for what cannot work on it."""
+
+    @classmethod
+    @abstractmethod
+    def policies(cls, recipe: Recipe) -> frozenset[str]:
+        """Copies of the weights that the engine must keep."""
+
+    @abstractmethod
+    def plan(self, step: int) -> Plan:
+        """How the rollouts of this RL step are denoised and which of their steps are stored."""
+
+    def advantages(self, rewards: Rewards, groups: Sequence[str]) -> Advantages:
+        """One for each sample of all ranks; None where it is not trained on."""
+        return step_advantages(rewards, groups, self.settings)
+
+    @abstractmethod
+    def updates(self, rollouts: StepSamples, advantages: Sequence[float | None], step: int) -> list[list[TermT]]:
+        """This rank's terms of each optimizer step, equally many on every rank; of weight 0 for a sample without an
+        advantage. The loop drops what no rank needs for keeping its forwards equal to the others'."""
+
+    @abstractmethod
+    def assemble(self, terms: Sequence[TermT], rollouts: Sequence[Rollout], device: torch.device) -> BatchT:
+        """The tensors of these terms; rollouts: this rank's."""
+
+    @abstractmethod
+    def loss(self, velocity: Tensor, batch: BatchT, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
+        """The loss of each term [B], unreduced, and its statistics. velocity: at (latents, sigma), guided like the
+        rollout, with gradient; references: theirs, by policy."""
+
+    def moves(self, step: int, num_updates: int) -> Mapping[str, float]:
+        """Copies that follow the trained weights at the end of this RL step, after `num_updates` optimizer steps of the
+        run: the d of `copy <- d*copy + (1-d)*theta`, by policy."""
+        return {}
+
+    def review(self, metrics: Mapping[str, float]) -> None:
+        """Look at the metrics of an optimizer step, and warn of what the user should know."""
+
+
+def column(values: Sequence[float], device: torch.device) -> Tensor:
+    """[B] float32 on the device."""
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def shared_out(num_samples: int, first: int, num_updates: int) -> list[list[int]]:
+    """This rank's rows of each optimizer step: sample i of the RL step trains in update i mod U."""
+    return [[row for row in range(num_samples) if (first + row) % num_updates == u] for u in range(num_updates)]

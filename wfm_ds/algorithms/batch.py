@@ -1,0 +1,34 @@
+"""What a training loop hands to an algorithm's loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from wfm_ds.types import GivenLatents, Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """One (sample, noise level) pair to train on, decided on the host; algorithms add fields of their own."""
+
+    row: int  # of the sample among this rank's rollouts
+    sigma: float
+    weight: float  # 1, or 0 for a term that only keeps ranks equal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TermBatch:
+    """B terms as tensors, float32: what a forward needs. Algorithms add what their loss needs."""
+
+    latents: Tensor  # [B, ...], what the denoiser is asked about
+    sigma: Tensor  # [B]
+    weight: Tensor  # [B]
+    prompts: Sequence[Prompt]  # embedded when a forward needs them: a term for each noise level would hold a copy
+    given: GivenLatents | None = None  # of these samples
+
+    def for_references(self) -> TermBatch:
+        """What the policies that the loss compares with are asked about: all of it, unless an algorithm says less."""
+        return self

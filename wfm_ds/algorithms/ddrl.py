@@ -1,0 +1,295 @@
+"""DDRL (arXiv 2512.04332): policy gradients on churned EDM rollouts, held to the data instead of to a reference.
+
+A rollout keeps the latents that the denoiser saw at the trained steps, and nothing else: the transition from there is
+Gaussian with a mean affine in the velocity, its noise follows from the sample's seed, and so all that the policy term
+needs besides are two numbers of the plan. Terms of the loss: ddrl_terms.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wfm_ds.algorithms.advantages import Advantages, Rewards, step_advantages
+from wfm_ds.algorithms.base import RlAlgorithm, Stats, StepSamples, column
+from wfm_ds.algorithms.batch import Term, TermBatch
+from wfm_ds.algorithms.ddrl_terms import data_loss, data_sigma, log_ratio, reference_kl
+from wfm_ds.algorithms.flow_grpo import clipped_policy_loss
+from wfm_ds.errors import RecipeError
+from wfm_ds.recipe_algorithms import DdrlAlgorithm
+from wfm_ds.sampling.denoise import step_seeds
+from wfm_ds.sampling.edm import Churn, EdmPlan, edm_plan
+from wfm_ds.sampling.noise import drawn_normal, noisy_latents, seeded_normal
+from wfm_ds.seeds import derive_seed
+from wfm_ds.types import GivenLatents
+
+if TYPE_CHECKING:
+    from wfm_ds.recipe import Recipe
+    from wfm_ds.types import Rollout
+
+RANDOM_STEP = -1  # in train_on
+MIN_STD = 0.05  # of a step that a Gaussian ratio of two different policies may be trained on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DdrlTerm(Term):
+    index: int  # of the denoise step
+    advantage: float
+    data: DataNoise | None  # the diffusion loss that goes with it
+
+
+@dataclass(frozen=True, slots=True)
+class DataNoise:
+    """How a term's data is noised."""
+
+    sigma: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DdrlBatch(TermBatch):
+    """B terms, of which D have data. The denoiser is asked about B + D latents in one forward: `latents`, `sigma`,
+    `prompts` and `given` hold the D noisy data behind the B rollout states."""
+
+    noise: Tensor  # [B, ...] of the transition
+    gain: Tensor  # [B], d(mean)/d(velocity)/std
+    std: Tensor  # [B]
+    advantage: Tensor  # [B]
+    data: Tensor  # [D, ...], clean
+    data_noise: Tensor  # [D, ...]
+    data_rows: Tensor  # [D] int64, of their terms
+
+    def for_references(self) -> TermBatch:
+        """Without the data: no other policy is asked about it."""
+        count = len(self.weight)
+        given = self.given and GivenLatents(self.given.latents[:count], self.given.counts[:count])
+        return TermBatch(
+            latents=self.latents[:count],
+            sigma=self.sigma[:count],
+            weight=self.weight,
+            prompts=self.prompts[:count],
+            given=given,
+        )
+
+    def free(self, rows: slice) -> Tensor | None:
+        """[B,1,T,1,1], 0 on given frames, of these rows of the forward; None where nothing is ever given."""
+        if self.given is None:
+            return None
+        frames = torch.arange(self.latents.shape[2], device=self.latents.device)
+        return (frames >= self.given.counts[rows, None]).float().view(-1, 1, len(frames), 1, 1)
+
+
+class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
+    area = "ddrl"
+
+    def __init__(self, recipe: Recipe, sigmas: Tensor) -> None:
+        """The grid of the family counts for nothing: EDM solvers have their own."""
+        assert isinstance(recipe.algorithm, DdrlAlgorithm)
+        assert recipe.rollout is not None
+        self.settings: DdrlAlgorithm = recipe.algorithm
+        self.run_seed, self.sampling = recipe.run.seed, recipe.sampling
+        s = self.settings
+        self.on_policy = recipe.rollout.policy != "reference"
+        self.reference = reference_name(s)
+        self.rollout_policy = "train" if self.on_policy else self.reference
+        self.references = tuple(self.policies(recipe))
+        self.num_given = (s.min_num_conditional_frames, s.max_num_conditional_frames)
+        self.edm = self._plan(())
+        self._require_noise()
+
+    @classmethod
+    def policies(cls, recipe: Recipe) -> frozenset[str]:
+        assert isinstance(recipe.algorithm, DdrlAlgorithm)
+        assert recipe.rollout is not None
+        needed = recipe.algorithm.kl_beta > 0 or recipe.rollout.policy == "reference"
+        return frozenset({reference_name(recipe.algorithm)} if needed else ())
+
+    def _plan(self, stored: Sequence[int]) -> EdmPlan:
+        sampling = self.sampling
+        churn = Churn.of_run(sampling.steps, **sampling.churn)
+        try:
+            return edm_plan(sampling.solver, sampling.steps, churn, stored=stored)
+        except ValueError as error:
+            raise RecipeError(f"sampling: {error}") from error
+
+    def _require_noise(self) -> None:
+        train_on, possible = self.settings.train_on, self.edm.trainable()
+        silent = sorted(set(train_on) - {RANDOM_STEP} - set(possible))
+        if silent:
+            raise RecipeError(
+                f"algorithm.train_on: no noise follows the denoise steps {silent}, only {possible}: change it, "
+                "sampling.s_churn, sampling.s_t_min or sampling.s_t_max"
+            )
+        if RANDOM_STEP in train_on and not set(possible) - set(train_on):
+            raise RecipeError(
+                f"algorithm.train_on: -1 is one more of the steps {possible} that noise follows, but {train_on} names "
+                "all of them: remove it"
+            )
+        quiet = [k for k in (possible if RANDOM_STEP in train_on else train_on) if self.edm.steps[k].std < MIN_STD]
+        if quiet and self.settings.ratio_norm == "gaussian" and not self.on_policy:
+            raise RecipeError(
+                f"algorithm.ratio_norm gaussian cannot compare two policies at the denoise steps {quiet}, whose noise "
+                f"is below {MIN_STD}: take them out of algorithm.train_on, or set rollout.policy: current"
+            )
+
+    def trained_steps(self, step: int) -> list[int]:
+        """The denoise steps that RL step `step` trains on, ascending; the same on every rank."""
+        named = [k for k in self.settings.train_on if k != RANDOM_STEP]
+        if len(named) < len(self.settings.train_on):
+            others = [k for k in self.edm.trainable() if k not in named]
+            named.append(others[derive_seed(self.run_seed, "extra_step", step) % len(others)])
+        return sorted(named)
+
+    def plan(self, step: int) -> EdmPlan:
+        return self._plan(self.trained_steps(step))
+
+    def advantages(self, rewards: Rewards, groups: Sequence[str]) -> Advantages:
+        s = self.settings
+        if not s.exp_reward:
+            return step_advantages(rewards, groups, s)
+        return step_advantages(rewards, groups, s, transform=lambda a: s.exp_reward_baseline - np.exp(-a))
+
+    def updates(self, rollouts: StepSamples, advantages: Sequence[float | None], step: int) -> list[list[DdrlTerm]]:
+        trained = self.trained_steps(step)
+        return [
+            [
+                DdrlTerm(
+                    row=row,
+                    sigma=self.edm.steps[k].sigma,
+                    weight=0.0 if advantages[rollouts.first + row] is None else 1.0,
+                    index=k,
+                    advantage=advantages[rollouts.first + row] or 0.0,
+                    data=self._data_noise(rollout, k, step) if self._has_data(k, trained) else None,
+                )
+                for row, rollout in enumerate(rollouts.mine)
+                for k in trained
+            ]
+        ]
+
+    def _has_data(self, k: int, trained: Sequence[int]) -> bool:
+        return self.settings.data_beta > 0 and (k == trained[0] or not self.settings.data_on_first_only)
+
+    def _data_noise(self, rollout: Rollout, k: int, step: int) -> DataNoise:
+        if self.settings.use_rl_sigma_and_noise:
+            return DataNoise(self.edm.steps[k].sigma, rollout.noise_seed)
+        key = (step, rollout.seed, k)
+        return DataNoise(
+            data_sigma(self.run_seed, *key, video=rollout.clean_latents.ndim == 4),
+            derive_seed(self.run_seed, "data_noise", *key),
+        )
+
+    def assemble(self, terms: Sequence[DdrlTerm], rollouts: Sequence[Rollout], device: torch.device) -> DdrlBatch:
+        samples = [rollouts[t.row] for t in terms]
+        steps = [self.edm.steps[t.index] for t in terms]
+        states = torch.stack([sample.states[t.index] for sample, t in zip(samples, terms, strict=True)])
+        seeds = [step_seeds([sample.seed], t.index) for sample, t in zip(samples, terms, strict=True)]
+        seen = noised_data(terms, samples, states)
+        return DdrlBatch(
+            latents=torch.cat([states, seen.latents]),
+            sigma=torch.cat([column([t.sigma for t in terms], device), seen.sigma]),
+            weight=column([t.weight for t in terms], device),
+            prompts=[sample.prompt for sample in [*samples, *seen.samples]],
+            given=self._given([*samples, *seen.samples], device),
+            noise=drawn_normal(torch.cat(seeds).to(device), states),
+            gain=column([step.gain for step in steps], device),
+            std=column([step.std for step in steps], device),
+            advantage=column([t.advantage for t in terms], device),
+            data=seen.clean,
+            data_noise=seen.noise,
+            data_rows=torch.tensor(seen.rows, dtype=torch.int64, device=device),
+        )
+
+    def _given(self, samples: Sequence[Rollout], device: torch.device) -> GivenLatents | None:
+        if self.num_given[1] == 0:
+            return None
+        latents = torch.stack([sample.data for sample in samples if sample.data is not None])
+        return GivenLatents(latents, torch.tensor([sample.num_given for sample in samples], device=device))
+
+    def loss(self, velocity: Tensor, batch: DdrlBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
+        s, count = self.settings, len(batch.weight)
+        of_rollouts, of_data = velocity[:count], velocity[count:]
+        free = batch.free(slice(count))
+        reference = references.get(self.reference, of_rollouts.detach())
+        old = of_rollouts.detach() if self.on_policy else reference
+        log_rho = log_ratio(of_rollouts, old, batch.noise, batch.gain, batch.std, norm=s.ratio_norm, free=free)
+        policy = clipped_policy_loss(log_rho, batch.advantage, s.clip_ratio, s.clip_ratio)
+        loss, stats = policy, {"loss/policy": policy.detach(), **self._measured(log_rho.detach(), batch)}
+        if s.kl_beta > 0:
+            kl = reference_kl(of_rollouts, reference, batch.gain, batch.std, norm=s.ratio_norm, free=free)
+            loss = loss + s.kl_beta * kl
+            stats |= {"loss/kl": kl.detach()}
+        if s.data_beta > 0:
+            data, has_data = self._data_loss(of_data, batch)
+            loss = loss + s.data_beta * data
+            stats |= {"loss/data": (data.detach(), has_data)}
+        return s.loss_scale * loss, {"loss/total": loss.detach(), **stats}
+
+    def _data_loss(self, velocity: Tensor, batch: DdrlBatch) -> tuple[Tensor, Tensor]:
+        """The data's part of each term [B], 0 where it has none, and whether it has any. velocity: of the D data."""
+        of_terms, count = torch.zeros_like(batch.weight), len(batch.weight)
+        if len(velocity) == 0:
+            return of_terms, of_terms
+        free = batch.free(slice(count, None))
+        losses = data_loss(velocity, batch.data, batch.data_noise, batch.sigma[count:], free)
+        return of_terms.index_add(0, batch.data_rows, losses), of_terms.index_fill(0, batch.data_rows, 1.0)
+
+    def _measured(self, log_rho: Tensor, batch: DdrlBatch) -> Stats:
+        """How far the policy is from the one that rolled out; detached [B]."""
+        if self.on_policy:  # before the only update of the step the ratio is 1
+            return {}
+        deviation, positive = torch.expm1(log_rho), batch.advantage > 0
+        higher, lower = deviation > self.settings.clip_ratio, deviation < -self.settings.clip_ratio
+        return {
+            "ddrl/log_ratio_abs_mean": log_rho.abs(),
+            "policy/ratio_mean": 1 + deviation,
+            "policy/ratio_std": deviation,
+            "policy/ratio_max_abs_dev": deviation.abs(),
+            "policy/clip_fraction_higher": higher.float(),
+            "policy/clip_fraction_lower": lower.float(),
+            "policy/clip_fraction_active": torch.where(positive, higher, lower & (batch.advantage < 0)).float(),
+        }
+
+    def moves(self, step: int, num_updates: int) -> Mapping[str, float]:
+        every = self.settings.update_ref_every
+        return {self.reference: 0.0} if every and step % every == 0 else {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoisedData:
+    """The data of D terms."""
+
+    samples: Sequence[Rollout]
+    rows: Sequence[int]  # of the terms
+    clean: Tensor  # [D, ...]
+    noise: Tensor  # [D, ...]
+    latents: Tensor  # [D, ...], noisy
+    sigma: Tensor  # [D]
+
+
+def noised_data(terms: Sequence[DdrlTerm], samples: Sequence[Rollout], like: Tensor) -> NoisedData:
+    """The data of those terms that have any; `like` has its dtype, device and, from the second dimension on, shape."""
+    chosen = [(i, t.data, samples[i]) for i, t in enumerate(terms) if t.data is not None]
+    if not chosen:
+        none = like[:0]
+        return NoisedData(samples=[], rows=[], clean=none, noise=none, latents=none, sigma=column([], like.device))
+    clean = torch.stack([sample.data for _, _, sample in chosen if sample.data is not None])
+    noise = seeded_normal([how.seed for _, how, _ in chosen], clean.shape[1:], like.device)
+    sigma = column([how.sigma for _, how, _ in chosen], like.device)
+    return NoisedData(
+        samples=[sample for _, _, sample in chosen],
+        rows=[i for i, _, _ in chosen],
+        clean=clean,
+        noise=noise,
+        latents=noisy_latents(clean, noise, sigma),
+        sigma=sigma,
+    )
+
+
+def reference_name(settings: DdrlAlgorithm) -> str:
+    """The engine's name of the reference policy: one that moves is a copy like `old`, `ref` is frozen."""
+    return "old" if settings.update_ref_every else "ref"

@@ -1,0 +1,211 @@
+"""DiffusionNFT (arXiv 2509.16117): reinforcement learning on the forward process, without log-probabilities.
+
+A rollout gives clean latents and a reward. The loss looks at them noised again and pulls the velocity towards what the
+old policy did well, away from what it did badly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from wfm_ds.algorithms.base import RlAlgorithm, Stats, StepSamples, column, shared_out
+from wfm_ds.algorithms.batch import Term, TermBatch
+from wfm_ds.algorithms.plans import rollout_plan
+from wfm_ds.algorithms.terms import trained_step_indices
+from wfm_ds.recipe_algorithms import NftAlgorithm
+from wfm_ds.sampling.noise import noisy_latents, seeded_normal
+from wfm_ds.sampling.shapes import require_latents, require_vectors, sample_mean
+from wfm_ds.seeds import derive_seed
+from wfm_kernels import nft_loss as fused_nft_loss
+
+if TYPE_CHECKING:
+    from wfm_ds.recipe import Recipe
+    from wfm_ds.recipe_algorithms import DecaySchedule
+    from wfm_ds.sampling.denoise import Plan
+    from wfm_ds.types import Rollout
+
+# Decay of the old policy by preset: steps before the rise, value until then, rise per optimizer step, upper bound.
+OLD_DECAY_PRESETS = {
+    "copy": (0, 0.0, 0.0, 0.0),
+    "standard": (0, 0.0, 0.001, 0.5),
+    "slow": (75, 0.0, 0.0075, 0.999),
+}
+
+
+def nft_loss(
+    velocity: Tensor,
+    old_velocity: Tensor,
+    clean_latents: Tensor,
+    noise: Tensor,
+    sigma: Tensor,
+    reward_weight: Tensor,
+    *,
+    beta: float,
+    adv_clip_max: float,
+    kl_beta: float,
+    ref_velocity: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of each sample [B], unreduced, and its parts: detached [B] by metric tag.
+
+    Latents and velocities [B,C,h,w] or [B,C,T,h,w] float32, all predictions at (noisy latents, sigma) of the same
+    sample; sigma and reward_weight [B] float32, the latter in [0, 1] (reward_weights). With u = noise - clean_latents,
+    v+ = beta*v + (1-beta)*v_old, v- = (1+beta)*v_old - beta*v and e+- = sigma*(u - v+-), the x0 errors:
+
+        l = adv_clip_max*(r*L+ + (1-r)*L-)/beta + kl_beta*mean((v - v_ref)^2),   L+- = mean(e+-^2)/mean|e+-|
+
+    where the mean|e| is a constant of at least 1e-5; wfm_kernels.nft_loss computes it. Only `velocity` gets a gradient,
+    and sample i's depends on nothing of another sample. The maximum in nft/old_deviation_max is over the elements of a
+    sample.
+    Raises ValueError for other shapes or dtypes (a [B,1] would share the credit), beta <= 0, and a kl_beta without
+    reference or a reference without kl_beta (a forward for nothing).
+    """
+    latents = {"velocity": velocity, "old_velocity": old_velocity, "clean_latents": clean_latents, "noise": noise}
+    require_latents(**latents, **({} if ref_velocity is None else {"ref_velocity": ref_velocity}))
+    require_vectors(velocity, sigma=sigma, reward_weight=reward_weight)
+    if beta <= 0 or adv_clip_max <= 0 or kl_beta < 0:
+        raise ValueError(f"beta {beta} and adv_clip_max {adv_clip_max} must be above 0, kl_beta {kl_beta} at least 0")
+    if (kl_beta > 0) != (ref_velocity is not None):
+        raise ValueError(f"kl_beta is {kl_beta}, the reference velocity is {'given' if kl_beta == 0 else 'missing'}")
+
+    parts = fused_nft_loss(
+        velocity, old_velocity, clean_latents, noise, sigma, reward_weight, beta=beta, ref_velocity=ref_velocity
+    )
+    policy_B = adv_clip_max * parts.policy
+    stats = {
+        "loss/policy": policy_B,
+        "nft/loss_positive": parts.stats["loss_positive"],
+        "nft/loss_negative": parts.stats["loss_negative"],
+        "nft/old_deviation": parts.stats["old_deviation"],
+        "nft/old_deviation_max": parts.stats["old_deviation_max"],
+        "nft/x0_norm": sample_mean(clean_latents.square()),
+        "nft/r_mean": reward_weight,
+    }
+    loss_B = policy_B
+    if parts.kl is not None:
+        loss_B = policy_B + kl_beta * parts.kl  # not in place: loss/policy stays without it
+        stats |= {"loss/kl": parts.kl, "kl/ref": parts.kl, "nft/old_ref_deviation": parts.stats["old_ref_deviation"]}
+    return loss_B, {tag: value.detach() for tag, value in stats.items()}
+
+
+def reward_weights(advantages: Sequence[float] | npt.NDArray[np.float64], adv_clip_max: float) -> Tensor:
+    """r = clip(A/(2*adv_clip_max) + 1/2, 0, 1), [B] float32 on the CPU. Raises ValueError if an A is not finite."""
+    advantage_B = np.asarray(advantages, dtype=np.float64)
+    if advantage_B.ndim != 1 or not np.isfinite(advantage_B).all():
+        raise ValueError(f"advantages must be finite, one per sample, got {advantages}")
+    return torch.from_numpy(np.clip(advantage_B / (2 * adv_clip_max) + 0.5, 0.0, 1.0)).float()
+
+
+def old_decay(setting: str | DecaySchedule, num_updates: int) -> float:
+    """d of `old <- d*old + (1-d)*theta` after `num_updates` optimizer steps of the run. ValueError: no such preset."""
+    if not isinstance(setting, str):
+        flat_steps, initial, slope, highest = setting.flat_steps, setting.initial, setting.slope, setting.max
+    elif setting in OLD_DECAY_PRESETS:
+        flat_steps, initial, slope, highest = OLD_DECAY_PRESETS[setting]
+    else:
+        raise ValueError(f"{setting!r} is no decay of the old policy; there are {', '.join(OLD_DECAY_PRESETS)}")
+    if num_updates < flat_steps:
+        return initial
+    return min(initial + (num_updates - flat_steps) * slope, highest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NftTerm(Term):
+    noise_seed: int
+    credit: float  # r, what becomes of the sample's advantage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NftBatch(TermBatch):
+    """B terms: clean latents, and the noise that makes `latents` of them, [B, ...]; credit [B]."""
+
+    clean: Tensor
+    noise: Tensor
+    credit: Tensor
+
+
+class DiffusionNft(RlAlgorithm[NftTerm, NftBatch]):
+    area = "nft"
+    rollout_policy = "old"
+    settings: NftAlgorithm
+
+    def __init__(self, recipe: Recipe, sigmas: Tensor) -> None:
+        assert isinstance(recipe.algorithm, NftAlgorithm)
+        self.settings: NftAlgorithm = recipe.algorithm
+        self.run_seed, self.sampling = recipe.run.seed, recipe.sampling
+        self.grid = sigmas
+        self.sigmas = [float(s) for s in sigmas[:-1]]
+        self.references = ("old", "ref") if self.settings.kl_beta > 0 else ("old",)
+
+    @classmethod
+    def policies(cls, recipe: Recipe) -> frozenset[str]:
+        assert isinstance(recipe.algorithm, NftAlgorithm)
+        return frozenset({"old", "ref"} if recipe.algorithm.kl_beta > 0 else {"old"})
+
+    def plan(self, step: int) -> Plan:
+        return rollout_plan(self.sampling, self.grid, run_seed=self.run_seed, step=step)
+
+    def updates(self, rollouts: StepSamples, advantages: Sequence[float | None], step: int) -> list[list[NftTerm]]:
+        rows_of = shared_out(len(rollouts.mine), rollouts.first, self.settings.updates_per_rollout)
+        return [
+            [
+                term
+                for row in rows
+                for term in self._terms(row, rollouts.mine[row], advantages[rollouts.first + row], step)
+            ]
+            for rows in rows_of
+        ]
+
+    def _terms(self, row: int, rollout: Rollout, advantage: float | None, step: int) -> list[NftTerm]:
+        seed = derive_seed(self.run_seed, "timesteps", step, rollout.seed)
+        credit = 0.5 if advantage is None else float(reward_weights([advantage], self.settings.adv_clip_max)[0])
+        return [
+            NftTerm(
+                row=row,
+                sigma=self.sigmas[k],
+                noise_seed=derive_seed(self.run_seed, "train_noise", step, rollout.seed, k),
+                credit=credit,
+                weight=0.0 if advantage is None else 1.0,
+            )
+            for k in trained_step_indices(len(self.sigmas), self.settings.timestep_fraction, seed)
+        ]
+
+    def assemble(self, terms: Sequence[NftTerm], rollouts: Sequence[Rollout], device: torch.device) -> NftBatch:
+        """Noise follows from each term's seed."""
+        samples = [rollouts[t.row] for t in terms]
+        clean = torch.stack([s.clean_latents for s in samples])
+        noise = seeded_normal([t.noise_seed for t in terms], clean.shape[1:], device)
+        sigma = column([t.sigma for t in terms], device)
+        return NftBatch(
+            latents=noisy_latents(clean, noise, sigma),
+            sigma=sigma,
+            weight=column([t.weight for t in terms], device),
+            prompts=[s.prompt for s in samples],
+            clean=clean,
+            noise=noise,
+            credit=column([t.credit for t in terms], device),
+        )
+
+    def loss(self, velocity: Tensor, batch: NftBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
+        loss_B, stats = nft_loss(
+            velocity,
+            references.get("old", velocity),
+            batch.clean,
+            batch.noise,
+            batch.sigma,
+            batch.credit,
+            beta=self.settings.beta,
+            adv_clip_max=self.settings.adv_clip_max,
+            kl_beta=self.settings.kl_beta,
+            ref_velocity=references.get("ref"),
+        )
+        return loss_B, dict(stats)
+
+    def moves(self, step: int, num_updates: int) -> Mapping[str, float]:
+        return {"old": old_decay(self.settings.old_decay, num_updates)}

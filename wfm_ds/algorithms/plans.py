@@ -1,0 +1,45 @@
+"""From the recipe's sampling section to the plan of an RL step's rollouts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from wfm_ds.recipe_sampling import NOISE_LEVELS
+from wfm_ds.sampling.plan import deterministic_plan, noisy_steps, stochastic_plan
+
+if TYPE_CHECKING:
+    from wfm_ds.recipe_sampling import SamplingRecipe
+    from wfm_ds.sampling.denoise import FlowPlan
+
+
+def noise_level(sampling: SamplingRecipe) -> float:
+    """Of a stochastic solver: the recipe's, else the published one."""
+    return NOISE_LEVELS[sampling.solver] if sampling.noise_level is None else sampling.noise_level
+
+
+def rollout_plan(
+    sampling: SamplingRecipe,
+    sigmas: Tensor,
+    *,
+    run_seed: int,
+    step: int,
+    store: bool = False,
+    keep_means: bool = False,
+    gaussian: bool = True,
+) -> FlowPlan:
+    """Solver, noise and window of RL step `step` on the grid [N+1]. store: keep the steps that can be trained on, with
+    the means of their Gaussians if `keep_means`. gaussian: see stochastic_plan. Raises RecipeError as it does."""
+    if not sampling.is_stochastic:
+        return deterministic_plan(sampling.solver, sigmas)
+    trained = noisy_steps(sampling.window, sampling.steps, run_seed=run_seed, step=step)
+    return stochastic_plan(
+        sampling.solver,
+        sigmas,
+        noise_level=noise_level(sampling),
+        noisy=None if sampling.window is None else trained,
+        stored=trained if store else (),
+        keep_means=keep_means,
+        gaussian=gaussian,
+    )

@@ -1,0 +1,87 @@
+"""A diffusers pipeline on disk: which folders belong to it, and a second folder that shares the unchanged files."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from wfm_ds.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+INDEX = "model_index.json"
+CALL = "call.json"  # our own note beside the index: arguments with which the pipeline is called
+
+# Another file system, one without hard links, too many links, or a file of another user (fs.protected_hardlinks).
+NOT_LINKABLE = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """The content of model_index.json. Raises ModelError if it is missing or not a JSON object."""
+    path = folder / INDEX
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ModelError(f"{path}: cannot be read ({error}); {folder} must be a diffusers pipeline folder") from error
+    if not isinstance(index, dict):
+        raise ModelError(f"{path}: must be a JSON object; {folder} must be a diffusers pipeline folder")
+    return index
+
+
+def components(index: dict[str, Any]) -> dict[str, tuple[str | None, str | None]]:
+    """(library, class) of each component by name; (None, None) for one that the pipeline does without."""
+    pairs = {name: value for name, value in index.items() if not name.startswith("_") and isinstance(value, list)}
+    return {name: (value[0], value[1]) for name, value in pairs.items()}
+
+
+def share_unchanged(base: Path, out: Path, *, changed: Collection[str]) -> None:
+    """Give `out` the index, call.json if there is one, and all components of `base` but the `changed` ones.
+
+    Files are hard-linked with symbolic links resolved (a link into a hub cache must not be all that an export holds),
+    so they cost no space and must not be opened for writing. Where linking is impossible they are copied, with one
+    warning. Raises ModelError if `base` is not a pipeline folder, OSError if files cannot be read or written.
+    """
+    present = [name for name, (_, kind) in components(read_index(base)).items() if kind is not None]
+    files = [base / INDEX, *(base / name for name in (CALL,) if (base / name).exists())]
+    for name in present:
+        if name not in changed:
+            files.extend(_files_below(base / name))
+    copied, copied_bytes = 0, 0
+    for file in files:
+        source, target = file.resolve(strict=True), out / file.relative_to(base)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not _link(source, target):
+            shutil.copy2(source, target)
+            copied, copied_bytes = copied + 1, copied_bytes + target.stat().st_size
+    if copied:
+        log.warning(
+            "%s: %d unchanged files (%.1f MiB) had to be copied, they cannot be hard-linked from %s; every export "
+            "costs that space again",
+            out,
+            copied,
+            copied_bytes / 2**20,
+            base,
+        )
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: the model index names this component, but the folder does not exist")
+    for where, _, names in os.walk(folder, followlinks=True):
+        yield from (Path(where, name) for name in sorted(names))
+
+
+def _link(source: Path, target: Path) -> bool:
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in NOT_LINKABLE:
+            raise
+        return False
+    return True

@@ -1,0 +1,183 @@
+"""Checkpoint folders that are complete or absent, whatever kills the run. What is in them is state.py's business.
+
+    checkpoints/step_400.tmp/      while it is written: the files of all ranks, and rank_00000.ok, rank_00001.ok, ...
+    checkpoints/step_400/          renamed when all is on disk; COMPLETE lists every file with its size
+    checkpoints/LATEST             the name of the newest one, for people and scripts; nothing here reads it
+
+A folder without a COMPLETE that fits its files is no checkpoint: it is passed over, and replaced when its step comes
+again. All ranks share one file system.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wfm_ds import atomic
+from wfm_ds.errors import UserError
+
+if TYPE_CHECKING:
+    from wfm_ds.world import World
+
+log = logging.getLogger(__name__)
+
+COMPLETE, LATEST = "COMPLETE", "LATEST"
+STEP_FOLDER = re.compile(r"step_(0|[1-9][0-9]*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A folder whose files are all there, in the sizes that they were written in."""
+
+    path: Path
+    step: int
+    world_size: int
+    facts: Mapping[str, Any]  # what the writer noted in COMPLETE
+
+
+class Save:
+    """A checkpoint that is being written by a thread of each rank, while training goes on. Every rank calls all."""
+
+    def __init__(
+        self,
+        root: Path,
+        step: int,
+        world: World,
+        write: Callable[[Path], Sequence[Path]],
+        *,
+        facts: Mapping[str, Any],
+        keep: int,
+    ) -> None:
+        """Begin `root/step_<step>`.
+
+        `write(folder)` runs in the thread, on every rank; it must not communicate, and returns the files that this rank
+        wrote below the folder; OSError and UserError are errors that it may raise. `facts`: JSON, rank 0's are kept.
+        `keep`: how many checkpoints stay, this one included. Raises UserError on all ranks if the folder cannot be
+        made.
+        """
+        self.root, self.step, self.world, self.facts, self.keep = root, step, world, facts, keep
+        making = self.making = root / f"step_{step}.tmp"
+        world.checked(lambda: _writable(making, lambda: _begin(making)), on="main")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._share = self._thread.submit(_writable, making, lambda: _write_share(making, world.rank, write))
+
+    def share_is_written(self) -> bool:
+        """Whether this rank has written its share, or failed to: a local fact."""
+        return self._share.done()
+
+    def commit(self) -> Path:
+        """Wait for all shares, mark the checkpoint as complete, prune older ones; returns its path.
+
+        Raises UserError on all ranks if any failed; all older checkpoints are then intact.
+        """
+        world, making = self.world, self.making
+        try:
+            world.checked(self._share.result)
+            world.checked(
+                lambda: _writable(making, lambda: _commit(making, self.step, world.size, self.facts)), on="main"
+            )
+        except UserError:
+            if world.is_main:
+                shutil.rmtree(making, ignore_errors=True)  # half a checkpoint may be what fills the disk
+            raise
+        finally:
+            self._thread.shutdown()
+        if world.is_main:
+            prune(self.root, newest=self.step, keep=self.keep)
+        return self.root / f"step_{self.step}"
+
+
+def _writable(making: Path, work: Callable[[], None]) -> None:
+    try:
+        work()
+    except OSError as error:
+        raise UserError(
+            f"{making.with_suffix('')}: the checkpoint could not be written ({error}); earlier ones are intact: free "
+            "space or repair the folder, then start the same command again"
+        ) from error
+
+
+def _begin(making: Path) -> None:
+    if making.exists():  # of a writer that was killed
+        shutil.rmtree(making)
+    making.mkdir(parents=True)
+
+
+def _write_share(making: Path, rank: int, write: Callable[[Path], Sequence[Path]]) -> None:
+    """This rank's files, on disk, and then the list of them."""
+    files = write(making)
+    for path in files:
+        atomic.sync(path)
+    for folder in {path.parent for path in files}:
+        atomic.sync(folder)
+    sizes = {path.relative_to(making).as_posix(): path.stat().st_size for path in files}
+    atomic.write_text(making / ok_name(rank), json.dumps(sizes))
+
+
+def _commit(making: Path, step: int, world_size: int, facts: Mapping[str, Any]) -> None:
+    """Rank 0, once every rank has left its list: check, mark as complete, rename."""
+    files: dict[str, int] = {}
+    for rank in range(world_size):
+        files |= json.loads((making / ok_name(rank)).read_text(encoding="utf-8"))
+    torn = [name for name, size in files.items() if (making / name).stat().st_size != size]
+    if torn:
+        raise OSError(f"files have changed their size since they were written: {', '.join(torn)}")
+    complete = {"step": step, "world_size": world_size, "facts": dict(facts), "files": files}
+    atomic.write_text(making / COMPLETE, json.dumps(complete, indent=1) + "\n")
+    final = making.with_suffix("")
+    if final.exists():  # damaged, or it would have been continued from
+        shutil.rmtree(final)
+    making.rename(final)
+    atomic.sync(final.parent)
+    atomic.write_text(final.parent / LATEST, final.name + "\n")
+
+
+def ok_name(rank: int) -> str:
+    return f"rank_{rank:05d}.ok"
+
+
+def read(path: Path) -> Checkpoint | None:
+    """The checkpoint in this folder; None if it is not complete: COMPLETE is missing, or files are, or their sizes
+    differ from what it says."""
+    try:
+        marker = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
+        intact = all((path / name).stat().st_size == size for name, size in marker["files"].items())
+        found = Checkpoint(path, int(marker["step"]), int(marker["world_size"]), dict(marker["facts"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # any of them: this is none
+        return None
+    return found if intact else None
+
+
+def newest(root: Path) -> Checkpoint | None:
+    """The complete checkpoint with the highest step below `root`. What it passes over is logged. Changes nothing."""
+    for step in sorted(steps(root), reverse=True):
+        found = read(root / f"step_{step}")
+        if found is not None:
+            return found
+        log.warning("%s is damaged or incomplete and is passed over", root / f"step_{step}")
+    return None
+
+
+def steps(root: Path) -> list[int]:
+    """The steps that have a folder, complete or not."""
+    if not root.is_dir():
+        return []
+    return [int(match[1]) for entry in root.iterdir() if (match := STEP_FOLDER.fullmatch(entry.name))]
+
+
+def prune(root: Path, *, newest: int, keep: int) -> None:
+    """Remove all but the `keep` last checkpoints up to step `newest`, and those beyond it, which were passed over."""
+    known = steps(root)
+    kept = sorted((step for step in known if step <= newest), reverse=True)[:keep]
+    for step in set(known) - set(kept):
+        try:
+            shutil.rmtree(root / f"step_{step}")
+        except OSError as error:  # the new one is safe; disk space is not worth a run
+            log.warning("%s could not be removed (%s)", root / f"step_{step}", error)

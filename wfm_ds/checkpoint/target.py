@@ -1,0 +1,108 @@
+"""What an export is made for: the pipeline that was trained, known from its folder alone, without a loaded model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import diffusers
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from wfm_ds.checkpoint.pipeline_folder import CALL, components, read_index
+from wfm_ds.errors import ModelError
+from wfm_ds.models.base import stock_argument
+from wfm_ds.models.loading import read_json
+
+if TYPE_CHECKING:
+    from wfm_ds.models.base import DiffusionModel
+
+WEIGHTS = "diffusion_pytorch_model"  # the stem that diffusers looks for
+
+
+@dataclass(frozen=True, slots=True)
+class ExportTarget:
+    """A pipeline folder, and what of it training changed."""
+
+    base: Path
+    parts: tuple[str, ...]  # of the denoiser, as model_index.json names them
+    call: Mapping[str, Any] = field(default_factory=dict)  # what call.json must say besides what the base's says
+
+    @classmethod
+    def of(cls, model: DiffusionModel) -> ExportTarget:
+        """Of a loaded model; notes how it encoded prompts where base folder or stock call say otherwise."""
+        base = model.path.absolute()
+        known = read_json(base / CALL) if (base / CALL).exists() else {}
+        trained = model.text_call().items()
+        call = {n: value for n, value in trained if known.get(n, stock_argument(model.pipeline, n)) != value}
+        return cls(base, tuple(model.denoiser_parts), call)
+
+    @classmethod
+    def of_json(cls, note: Mapping[str, Any]) -> ExportTarget:
+        """What `to_json` gave."""
+        return cls(Path(note["base"]), tuple(note["parts"]), note["call"])
+
+    def to_json(self) -> dict[str, Any]:
+        return {"base": str(self.base), "parts": list(self.parts), "call": dict(self.call)}
+
+    def config(self, part: str) -> dict[str, Any]:
+        """The config of a part. Raises ModelError if it cannot be read."""
+        config = read_json(self.base / part / "config.json")
+        config.pop("_name_or_path", None)  # where some machine had it
+        return config
+
+    def bare(self, part: str) -> nn.Module:
+        """A part as its config makes it, on the meta device. Raises ModelError if the base does not have it."""
+        _, kind = components(read_index(self.base)).get(part, (None, None))
+        network_class = getattr(diffusers, str(kind), None)
+        if network_class is None:
+            raise ModelError(f"{self.base} has no {part} that diffusers knows; name the pipeline that was trained")
+        with torch.device("meta"):
+            network: nn.Module = network_class.from_config(self.config(part))
+        return network
+
+    def shapes(self, part: str) -> dict[str, torch.Size]:
+        """Names and shapes of the state dict of a part."""
+        return {name: tensor.shape for name, tensor in self.bare(part).state_dict().items()}
+
+    def prefix(self, part: str) -> str:
+        """What stands before the names of a part's tensors in an engine: nothing, unless there are several parts."""
+        return "" if len(self.parts) == 1 else f"{part}."
+
+    @contextlib.contextmanager
+    def stored(self, part: str) -> Iterator[StoredWeights]:
+        """The weights that a part has in the base folder."""
+        with contextlib.ExitStack() as held:
+            yield StoredWeights(self.base / part, held)
+
+
+class StoredWeights:
+    """The safetensors of a network in its folder, read tensor by tensor."""
+
+    def __init__(self, folder: Path, held: contextlib.ExitStack) -> None:
+        self.folder, self._held = folder, held
+        self._files: dict[str, Any] = {}
+        index = folder / f"{WEIGHTS}.safetensors.index.json"
+        self._file_of: dict[str, str] | None = read_json(index)["weight_map"] if index.is_file() else None
+
+    def tensor(self, name: str) -> Tensor:
+        """Raises ModelError if the file or the tensor is not there, or cannot be read."""
+        file = f"{WEIGHTS}.safetensors" if self._file_of is None else self._file_of.get(name, name)
+        try:
+            if file not in self._files:
+                self._files[file] = self._held.enter_context(safe_open(self.folder / file, "pt"))
+            tensor: Tensor = self._files[file].get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{name} cannot be read from {self.folder} ({error}); copy the pipeline again") from error
+        return tensor
+
+
+def call_json(base: Path, news: Mapping[str, Any]) -> str:
+    """The text of call.json that adds these arguments to the base's."""
+    known = read_json(base / CALL) if (base / CALL).exists() else {}
+    return json.dumps(known | dict(news))

@@ -1,0 +1,76 @@
+"""The Cosmos folder: metas/NAME.txt, videos/NAME.mp4 or images/NAME.jpg, and text embeddings where there are some."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from wfm_ds.data.paired import file_id, walk
+from wfm_ds.data.samples import IMAGE_SUFFIXES, VIDEO_SUFFIXES, LocalFile, Sample, SampleSet
+from wfm_ds.errors import DataError
+from wfm_ds.types import Prompt
+
+MEDIA_FOLDERS = {"videos": VIDEO_SUFFIXES, "images": IMAGE_SUFFIXES}
+EMBEDDING_FOLDERS = ("text_embedding", "t5_xxl")
+SAFE_SUFFIX, PICKLE_SUFFIXES = ".safetensors", (".pickle", ".pkl")
+
+
+class CosmosFolder(SampleSet):
+    """Captioned media of a Cosmos folder. An id is NAME, which may be a path below the three folders."""
+
+    def __init__(self, folder: Path, *, allow_pickle: bool = False, max_bad_fraction: float) -> None:
+        """`allow_pickle`: embeddings in pickles count, too; a safetensors file of the same name goes first.
+
+        Raises DataError if there is no usable sample, or if more than this share of the entries is bad.
+        """
+        super().__init__(str(folder))
+        if not (folder / "metas").is_dir() or not any((folder / name).is_dir() for name in MEDIA_FOLDERS):
+            raise DataError(f"{folder} is no Cosmos folder: it must hold metas/ and videos/ (or images/)")
+        captions = files_by_id(folder / "metas", frozenset({".txt"}))
+        media = [files_by_id(folder / name, suffixes) for name, suffixes in MEDIA_FOLDERS.items()]
+        embeddings = find_embeddings(folder, allow_pickle=allow_pickle)
+        for sample_id in sorted(set(captions).union(*media)):
+            found = [path for files in media for path in files.get(sample_id, [])]
+            self._add(sample_id, captions.get(sample_id, []), found, embeddings.get(sample_id))
+        self.check(max_bad_fraction)
+
+    def _add(self, sample_id: str, captions: list[Path], media: list[Path], embedding: Path | None) -> None:
+        if len(captions) > 1 or len(media) > 1:
+            self.reject("ambiguous", str((media + captions)[0]))
+        elif not media:
+            self.reject("no_media", str(captions[0]))
+        elif not captions:
+            self.reject("no_json", str(media[0]))
+        elif (text := read_text(captions[0])) is None:
+            self.reject("no_prompt", str(captions[0]))
+        else:
+            prompt = Prompt(id=sample_id, text=text)
+            self.samples.append(Sample(id=sample_id, media=LocalFile(media[0]), prompt=prompt, embedding=embedding))
+
+
+def find_embeddings(folder: Path, *, allow_pickle: bool) -> dict[str, Path]:
+    """Files with text embeddings by id; safetensors before pickles, the first of EMBEDDING_FOLDERS before the other."""
+    suffixes = (SAFE_SUFFIX, *(PICKLE_SUFFIXES if allow_pickle else ()))
+    found: dict[str, Path] = {}
+    for suffix in suffixes:
+        for name in EMBEDDING_FOLDERS:
+            for sample_id, paths in files_by_id(folder / name, frozenset({suffix})).items():
+                found.setdefault(sample_id, paths[0])
+    return found
+
+
+def files_by_id(folder: Path, suffixes: frozenset[str]) -> dict[str, list[Path]]:
+    """Files with one of these suffixes by their path below the folder without it; none if there is no such folder."""
+    files: dict[str, list[Path]] = {}
+    if folder.is_dir():
+        for path in sorted(walk(folder)):
+            if path.suffix.lower() in suffixes:
+                files.setdefault(file_id(path, folder), []).append(path)
+    return files
+
+
+def read_text(path: Path) -> str | None:
+    """A caption file's text, stripped; None if it is empty, unreadable or no UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig").strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,22 @@
+"""One captioned medium to the pixels that are trained on, image or video."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from wfm_ds.data.pixels import BadMedia, Draw, Framing, load_image
+from wfm_ds.data.samples import IMAGE_SUFFIXES, Media
+from wfm_ds.data.video import load_clip
+
+
+def load_media(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint8]:
+    """uint8 [H,W,3] of an image, [F,H,W,3] of a video. Raises BadMedia.
+
+    An image where a clip is wanted is `too_short`; where an image is wanted, a video gives one of its frames.
+    """
+    if media.suffix not in IMAGE_SUFFIXES:
+        return load_clip(media, framing, draw)
+    if framing.num_frames > 1:
+        raise BadMedia("too_short", media.name, f"an image, a clip has {framing.num_frames} frames")
+    return load_image(media, framing, draw)

@@ -1,0 +1,92 @@
+"""`python -m wfm_ds.data.prepare RECIPE [section.key=value ...]`: compute ahead what a recipe keeps in data.cache_dir.
+
+Under the `deepspeed` command its ranks share the work. Whatever was written stays: a run that was stopped goes on where
+it was. Exit codes as of wfm_ds.train.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from wfm_ds.errors import UserError
+
+if TYPE_CHECKING:
+    from wfm_ds.recipe import Recipe
+    from wfm_ds.world import World
+
+TIMEOUT_S = 24 * 3600.0  # that ranks wait for the last of them
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="wfm_ds.data.prepare", description="Compute text embeddings and latents of a recipe into data.cache_dir."
+    )
+    p.add_argument("recipe", type=Path, help="a YAML recipe (docs/recipes.md)")
+    p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the recipe's")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from wfm_ds import lifecycle, recipe_file
+    from wfm_ds.errors import RecipeError
+    from wfm_ds.train import choose_accelerator, quieten_libraries
+
+    args = parser().parse_intermixed_args(lifecycle.strip_launcher_args(sys.argv[1:] if argv is None else argv))
+    quieten_libraries()
+    choose_accelerator()
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        recipe = recipe_file.load(args.recipe, args.overrides)
+        if recipe.data.cache_dir is None:
+            raise RecipeError(f"{args.recipe}: data.cache_dir is not set, so there is nothing to prepare")
+    except UserError as error:
+        lifecycle.user_error_exit(str(error), rank)
+    lifecycle.watch_parent()
+    return run(recipe)
+
+
+def run(recipe: Recipe) -> int:
+    import torch.distributed as dist
+
+    from wfm_ds import lifecycle
+    from wfm_ds.world import World
+
+    world = World.join(TIMEOUT_S)
+    try:
+        sentence = prepare(recipe, world)
+    except UserError as error:
+        lifecycle.user_error_exit(str(error), world.rank)
+    if world.is_main:
+        sys.stdout.write(sentence + "\n")
+        lifecycle.write_status("finished", 0)
+    dist.destroy_process_group()
+    return 0
+
+
+def prepare(recipe: Recipe, world: World) -> str:
+    """Fill the caches, every rank its share; what to tell the user. Raises UserError on all ranks alike."""
+    from wfm_ds.caches import Filler
+    from wfm_ds.datasets import load_data
+    from wfm_ds.job import freeze_base
+    from wfm_ds.preflight import load_model
+
+    data = world.checked(lambda: load_data(recipe))
+    model = world.checked(lambda: load_model(recipe, world.device))
+    freeze_base(model, recipe)
+    filler = world.checked(lambda: Filler(recipe, model, data, world.rank, world.size))
+    counts = world.sums(world.checked(lambda: filler.fill(show=world.is_main)))
+    return (
+        f"{recipe.data.cache_dir}: {counts['new']:.0f} entries written, {counts['kept']:.0f} were there, "
+        f"{counts['bad']:.0f} media cannot be used"
+    )
+
+
+if __name__ == "__main__":
+    from wfm_ds.train import entry
+
+    entry(main)

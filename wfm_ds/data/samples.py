@@ -1,0 +1,135 @@
+"""What SFT data is made of: captioned media, where their bytes are, and what of a data set cannot be used."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from wfm_ds.errors import DataError
+from wfm_ds.seeds import uniform
+from wfm_ds.types import Prompt
+
+IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})
+VIDEO_SUFFIXES = frozenset({".mp4", ".webm", ".mkv", ".mov", ".avi"})
+MEDIA_SUFFIXES = IMAGE_SUFFIXES | VIDEO_SUFFIXES
+REASONS = {
+    "no_prompt": "no caption in it: unreadable, empty, or a JSON object without a non-empty string `prompt`",
+    "no_media": "a caption without an image or video of the same name",
+    "no_json": "an image or video without a caption of the same name",
+    "ambiguous": "more than one image, video or caption has this name",
+    "shard": "a tar file that is cut short or damaged: what stands before that is used",
+}
+NUM_SHOWN = 10
+
+
+class Media(Protocol):
+    """One image or video, wherever its bytes are."""
+
+    @property
+    def name(self) -> str:
+        """For messages: path or address."""
+
+    @property
+    def suffix(self) -> str:
+        """In lower case, with its dot; one of MEDIA_SUFFIXES."""
+
+    def open(self) -> BinaryIO:
+        """A seekable stream of the bytes. Raises OSError."""
+
+    def identity(self) -> tuple[str | int, ...]:
+        """Changes when the bytes do, as far as that shows without reading them. Raises OSError."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFile:
+    """Media in a file of its own."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    @property
+    def suffix(self) -> str:
+        return self.path.suffix.lower()
+
+    def open(self) -> BinaryIO:
+        return self.path.open("rb")
+
+    def identity(self) -> tuple[str | int, ...]:
+        return file_identity(self.path)
+
+
+def file_identity(path: Path) -> tuple[str | int, ...]:
+    """(path, size, time of the last change). Raises OSError."""
+    status = path.stat()
+    return str(path.resolve()), status.st_size, status.st_mtime_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One captioned image or video, not yet decoded."""
+
+    id: str
+    media: Media
+    prompt: Prompt
+    embedding: Path | None = None  # of the caption, precomputed: safetensors, or a pickle if the recipe allows it
+
+
+class SampleSet:
+    """What a data set offers for SFT, found by one scan; a kind of data set is a subclass whose constructor scans.
+
+    `samples` is sorted by id; `bad` lists what cannot be used by reason (keys of REASONS), in the order of the scan.
+    """
+
+    def __init__(self, source: str) -> None:
+        """`source` names the data set in messages."""
+        self.source = source
+        self.samples: list[Sample] = []
+        self.bad: dict[str, list[str]] = {}
+
+    def reject(self, reason: str, name: str) -> None:
+        self.bad.setdefault(reason, []).append(name)
+
+    def check(self, max_bad_fraction: float) -> None:
+        """Raise DataError if there is no usable sample, or if more than this share of the entries is bad."""
+        num_bad = sum(map(len, self.bad.values()))
+        num_entries = len(self.samples) + num_bad
+        if not self.samples or num_bad > max_bad_fraction * num_entries:
+            shown = [f"{name} ({REASONS[reason]})" for reason, names in self.bad.items() for name in names][:NUM_SHOWN]
+            raise DataError(
+                f"{self.source}: {num_bad} of {num_entries} entries cannot be used, data.max_bad_fraction allows "
+                f"{max_bad_fraction:g}; repair or remove the first: {'; '.join(shown)}"
+            )
+
+    def split(self, holdout: float) -> tuple[list[Sample], list[Sample]]:
+        """(training, held-out) samples, both sorted by id; `holdout` is the expected share of the second, in [0, 1).
+
+        A hash of the id decides, so a sample keeps its side when others are added or removed. From two samples on,
+        neither side is empty unless holdout is 0: the smallest hash is then held out, the largest trained on.
+        """
+        if holdout == 0 or len(self.samples) < 2:
+            return list(self.samples), []
+        draws = {sample.id: uniform(0, "holdout", sample.id) for sample in self.samples}
+        ordered = sorted(draws.values())
+        limit = min(max(holdout, ordered[0]), ordered[-2])
+        held_out = [sample for sample in self.samples if draws[sample.id] <= limit]
+        training = [sample for sample in self.samples if draws[sample.id] > limit]
+        return training, held_out
+
+
+def parse_caption(content: bytes, sample_id: str) -> Prompt | None:
+    """The prompt of a JSON caption, or None if it has none. Keys besides the two texts become metadata."""
+    try:
+        caption = json.loads(content)  # bytes: UTF-8, 16 or 32, with or without a mark
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(caption, dict):
+        return None
+    text, negative = caption.pop("prompt", None), caption.pop("negative_prompt", None)
+    if not isinstance(text, str) or not text.strip() or not isinstance(negative, str | None):
+        return None
+    return Prompt(id=sample_id, text=text.strip(), negative_text=negative, metadata=caption)

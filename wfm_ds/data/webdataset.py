@@ -1,0 +1,122 @@
+"""Tar shards, local or in S3: captioned media that stay where they are and are read by byte range."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+from wfm_ds import storage
+from wfm_ds.data.samples import MEDIA_SUFFIXES, Sample, SampleSet, parse_caption
+from wfm_ds.data.tar_index import Member, TarIndex, tar_index
+from wfm_ds.errors import DataError
+from wfm_ds.types import Prompt
+
+NUM_READERS = 16  # tars indexed at once: most of it is waiting
+
+
+@dataclass(frozen=True, slots=True)
+class TarMember:
+    """Media inside a tar."""
+
+    shard: str
+    version: tuple[str | int, ...]  # of the tar
+    member: Member
+
+    @property
+    def name(self) -> str:
+        return f"{self.shard}#{self.member.key}{self.suffix}"
+
+    @property
+    def suffix(self) -> str:
+        return f".{self.member.field}"
+
+    def open(self) -> BinaryIO:
+        return io.BytesIO(storage.read_range(self.shard, self.member.offset, self.member.size))
+
+    def identity(self) -> tuple[str | int, ...]:
+        return *self.version, self.member.offset, self.member.size
+
+
+class TarShards(SampleSet):
+    """Captioned media of tar files. A sample is a run of members with one key: one image or video, and `json` with
+    `prompt`, or `txt`; of both, the text is the prompt and the object metadata.
+
+    An id is the name of the shard's folder, that of the shard without .tar, and the key.
+    """
+
+    def __init__(self, patterns: Sequence[str], *, cache_dir: Path | None, max_bad_fraction: float) -> None:
+        """`patterns`: paths and s3:// addresses with {000..123} and globs. Their indices are kept in cache_dir.
+
+        Raises DataError if a shard is missing, if two have one name in folders of one name, if there is no usable
+        sample, or if more than this share of the entries is bad.
+        """
+        super().__init__(", ".join(patterns))
+        shards = list(dict.fromkeys(address for pattern in patterns for address in storage.expand(pattern)))
+        prefixes = shard_names(shards)
+        with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="tar") as pool:
+            indices = list(pool.map(lambda address: tar_index(address, cache_dir), shards))
+        for shard, prefix, index in zip(shards, prefixes, indices, strict=True):
+            self._add_shard(shard, prefix, index)
+        if not self.samples and not self.bad:
+            raise DataError(f"{self.source}: no captioned media in {len(shards)} tar files")
+        self.samples.sort(key=lambda sample: sample.id)
+        self.check(max_bad_fraction)
+
+    def _add_shard(self, shard: str, prefix: str, index: TarIndex) -> None:
+        seen: set[str] = set()
+        for key, members in itertools.groupby(index.members, key=lambda member: member.key):
+            self._add(shard, prefix, index, key, list(members), again=key in seen)
+            seen.add(key)
+        if not index.intact:
+            self.reject("shard", shard)
+
+    def _add(self, shard: str, prefix: str, index: TarIndex, key: str, members: list[Member], *, again: bool) -> None:
+        media = [member for member in members if f".{member.field}" in MEDIA_SUFFIXES]
+        captions = {member.field: member.text for member in members if member.field in ("json", "txt")}
+        name, sample_id = f"{shard}#{key}", f"{prefix}/{key}"
+        if not media and not captions:
+            return
+        if again or len(media) > 1:
+            self.reject("ambiguous", name)
+        elif not media:
+            self.reject("no_media", name)
+        elif not captions:
+            self.reject("no_json", name)
+        elif (prompt := prompt_of(captions.get("json"), captions.get("txt"), sample_id)) is None:
+            self.reject("no_prompt", name)
+        else:
+            self.samples.append(Sample(id=sample_id, media=TarMember(shard, index.version, media[0]), prompt=prompt))
+
+
+def prompt_of(json_text: str | None, plain_text: str | None, sample_id: str) -> Prompt | None:
+    """The prompt of a sample that has one of the two captions, or both."""
+    if json_text is not None and (prompt := parse_caption(json_text.encode(), sample_id)) is not None:
+        return prompt
+    if plain_text is None or not plain_text.strip():
+        return None
+    try:
+        metadata = json.loads(json_text or "{}")
+    except (ValueError, RecursionError):
+        metadata = {}
+    return Prompt(id=sample_id, text=plain_text.strip(), metadata=metadata if isinstance(metadata, dict) else {})
+
+
+def shard_names(shards: Sequence[str]) -> list[str]:
+    """Each shard's folder and name without .tar, whatever other shards there are: an id must not change with them.
+
+    Raises DataError if two have the same.
+    """
+    shard_of: dict[str, str] = {}
+    for shard in shards:
+        path = PurePosixPath(shard)
+        name = f"{path.parent.name}/{path.name.removesuffix('.tar')}"
+        if name in shard_of:
+            raise DataError(f"{shard_of[name]} and {shard} both give samples with ids {name}/...: rename a folder")
+        shard_of[name] = shard
+    return list(shard_of)

@@ -1,0 +1,29 @@
+"""The errors that a user, a file or a peer can cause. Entry points print them as one line and exit with code 2."""
+
+
+class UserError(ValueError):
+    """Something outside the program is wrong; the message says what, where and what to do."""
+
+
+class RecipeError(UserError):
+    """A recipe, an override or a DeepSpeed JSON does not say what it must."""
+
+
+class DataError(UserError):
+    """A data folder, a prompt file or a media file cannot be used."""
+
+
+class StorageError(UserError):
+    """An address is of an unknown kind, or the storage behind it does not answer or refuses."""
+
+
+class ModelError(UserError):
+    """A pipeline folder is missing, unreadable or of a family that is not supported."""
+
+
+class RewardError(UserError):
+    """A reward is unknown, cannot start, or its service does not answer."""
+
+
+class RunError(RuntimeError):
+    """The run cannot go on, through no fault of its recipe or data: exit code 1, with this one sentence."""

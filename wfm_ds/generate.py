@@ -1,0 +1,263 @@
+"""`python -m wfm_ds.generate`: images or videos of prompts, from a pipeline with or without what a run exported.
+
+They are made as validation makes its samples: same noise of a seed, same steps, same guidance. Exit codes: 0 done,
+2 a wrong argument, prompt file, model or folder (one message), 1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wfm_ds.errors import UserError
+from wfm_ds.recipe_sampling import SamplingRecipe
+
+if TYPE_CHECKING:
+    import torch
+
+    from wfm_ds.sampler import Sampler
+    from wfm_ds.samples import Sample
+    from wfm_ds.types import Prompt
+
+PAGE = "index.html"
+DEFAULTS = SamplingRecipe(height=1, width=1)
+NOT_FINITE = "the latents were not finite: this is not what the prompt asked for"
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="wfm_ds.generate",
+        description="Draw each prompt with each seed; write files, samples.jsonl and index.html.",
+        epilog="Example: python -m wfm_ds.generate --model /models/sd35 --lora outputs/run/safetensors/step_30/lora "
+        "--prompts prompts.txt --height 512 --width 512 --out pictures",
+    )
+    which = p.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", help="a pipeline folder, or tiny:FAMILY")
+    which.add_argument("--pipeline", metavar="DIR", type=Path, help="what a full run exported, safetensors/step_N")
+    p.add_argument("--lora", metavar="DIR", type=Path, help="what a LoRA run exported, safetensors/step_N/lora")
+    p.add_argument("--prompts", metavar="FILE", type=Path, required=True, help="a prompt a line (.txt), or .jsonl")
+    p.add_argument("--out", metavar="DIR", type=Path, required=True, help="a new or empty folder")
+    p.add_argument("--height", type=positive, required=True, help="pixels")
+    p.add_argument("--width", type=positive, required=True, help="pixels")
+    p.add_argument("--frames", type=positive, default=1, help="of a video (default 1)")
+    p.add_argument("--fps", type=above_zero, default=DEFAULTS.fps, help="of a video (default %(default)g)")
+    p.add_argument("--steps", type=positive, default=DEFAULTS.eval_steps, help="denoising steps (default %(default)s)")
+    p.add_argument("--guidance", type=guidance, default=DEFAULTS.guidance_scale, metavar="W", help="1 (default): none")
+    p.add_argument("--guidance-low", type=guidance, metavar="W", help="of a second expert (default: as --guidance)")
+    p.add_argument("--negative-prompt", metavar="TEXT", help="for prompts without one (default: the family's)")
+    p.add_argument("--seeds", type=natural, nargs="+", default=[0], metavar="SEED", help="each draws every prompt once")
+    p.add_argument("--batch", type=positive, default=1, help="samples denoised at once (default 1)")
+    p.add_argument("--max-sequence-length", type=positive, metavar="N", help="text tokens (default: the pipeline's)")
+    p.add_argument("--prompt-template", choices=["stock", "none"], help="of pipelines that have one")
+    p.add_argument("--guardrail", choices=["stock", "off"], default="stock", help="of pipelines that have one")
+    p.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16 on a GPU, else float32")
+    p.add_argument("--device", help="default: cuda if there is one, else cpu")
+    return p
+
+
+def natural(text: str) -> int:
+    if not text.isascii() or not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    if natural(text) == 0:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return int(text)
+
+
+def above_zero(text: str) -> float:
+    return number(text, lambda value: 0 < value < math.inf, "a number above 0")
+
+
+def guidance(text: str) -> float:
+    return number(text, lambda value: 1 <= value < math.inf, "a number from 1")
+
+
+def number(text: str, fits: Callable[[float], bool], expected: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not fits(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
+    return value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from wfm_ds.train import quieten_libraries
+
+    p = parser()
+    args = p.parse_args(argv)
+    if args.guidance_low is not None and args.guidance == 1:
+        p.error("argument --guidance-low: needs --guidance above 1, else no unconditional pass is run at all")
+    if args.pipeline is not None and args.lora is not None:
+        p.error(
+            "argument --lora: not allowed with argument --pipeline; an export is a --model for a LoRA trained on it"
+        )
+    quieten_libraries()
+    try:
+        generate(args)
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    return 0
+
+
+def generate(args: argparse.Namespace) -> None:
+    """Raises UserError for whatever the arguments, the files or the folders are to blame for."""
+    from wfm_ds.checkpoint.adapter import adapter_file
+    from wfm_ds.data.prompts import load_prompt_file
+
+    prompts = load_prompt_file(args.prompts)
+    if args.lora is not None:
+        adapter_file(args.lora)
+    require_empty(args.out)
+    sampler = load_sampler(args)
+    sampler.model.check_prompts([prompt.text for prompt in prompts])
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        write(sampler, [(prompt, seed) for prompt in prompts for seed in args.seeds], args)
+    except OSError as error:
+        raise UserError(f"{args.out} cannot be written ({error}); free space or choose another folder") from error
+    sys.stdout.write(f"{args.out / PAGE}\n")
+
+
+def require_empty(folder: Path) -> None:
+    if folder.is_dir() and not any(folder.iterdir()):
+        return
+    if folder.exists():
+        raise UserError(f"{folder} holds something already: choose a new folder with --out, or empty this one")
+
+
+def load_sampler(args: argparse.Namespace) -> Sampler:
+    """The model on its device with its LoRA, and a size that it can make."""
+    import torch
+
+    from wfm_ds.checkpoint.adapter import load_adapter
+    from wfm_ds.models import registry
+    from wfm_ds.models.text_cache import TextCache
+    from wfm_ds.sampler import Sampler
+
+    device = chosen_device(args.device)
+    low_precision = args.dtype == "bfloat16" or (args.dtype is None and device.type == "cuda")
+    dtype = torch.bfloat16 if low_precision else torch.float32
+    model = registry.load(
+        args.model or args.pipeline,
+        dtype=dtype,
+        device=device,
+        max_sequence_length=args.max_sequence_length,
+        prompt_template=args.prompt_template,
+        guardrail=args.guardrail,
+    )
+    if args.guidance_low is not None and len(model.sigma_ranges) == 1:
+        raise UserError(f"--guidance-low: {model.path} has no second expert; leave it out")
+    if args.lora is not None:
+        load_adapter(model, args.lora)
+    settings = SamplingRecipe(
+        height=args.height,
+        width=args.width,
+        num_frames=args.frames,
+        fps=args.fps,
+        eval_steps=args.steps,
+        guidance_scale=args.guidance,
+        guidance_scale_low=args.guidance_low,
+        negative_prompt=args.negative_prompt,
+    )
+    sampler = Sampler(model=model, texts=TextCache(model), settings=settings)
+    try:
+        _ = sampler.latent_shape
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    sampler.evaluation_plan()
+    return sampler
+
+
+def chosen_device(name: str | None) -> torch.device:
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--device {name} cannot be used here ({reason}); leave it out, or name cpu or cuda") from error
+    return device
+
+
+def write(sampler: Sampler, items: Sequence[tuple[Prompt, int]], args: argparse.Namespace) -> None:
+    """Every file as soon as it is drawn; the table and the page at the end."""
+    from wfm_ds import gallery
+    from wfm_ds.samples import write_media, write_table
+
+    lines: list[dict[str, Any]] = []
+    entries: list[gallery.Entry] = []
+    for sample, finite in drawn(sampler, items, args.batch):
+        failure = "" if finite else NOT_FINITE
+        line = write_media(args.out, len(lines), sample)
+        lines.append(line if finite else {**line, "failure": failure})
+        height, width = sample.frames.shape[1:3]
+        entries.append(
+            gallery.Entry(
+                file=line["file"],
+                width=width,
+                height=height,
+                prompt=sample.prompt,
+                caption=f"seed {sample.seed}, {summary(sampler.settings)}",
+                failure=failure,
+            )
+        )
+        sys.stderr.write(f"{len(lines)} of {len(items)}: {line['file']}{f' ({failure})' if failure else ''}\n")
+    write_table(args.out, lines)
+    (args.out / PAGE).write_text(gallery.page(title(args), facts(sampler, args), entries), encoding="utf-8")
+
+
+def drawn(sampler: Sampler, items: Sequence[tuple[Prompt, int]], batch: int) -> Iterator[tuple[Sample, bool]]:
+    """The samples in the order of the items, and whether their latents were finite."""
+    from wfm_ds.chunks import chunks
+    from wfm_ds.samples import Sample
+
+    settings, plan = sampler.settings, sampler.evaluation_plan()
+    for part in chunks(items, batch):
+        prompts, seeds = [prompt for prompt, _ in part], [seed for _, seed in part]
+        media, finite = sampler.media(sampler.generate(prompts, seeds, plan).clean)
+        for (prompt, seed), item, whole in zip(part, media, finite, strict=True):
+            fps = settings.fps if sampler.model.video else None
+            yield Sample(prompt=prompt.text, prompt_id=prompt.id, seed=seed, media=item, fps=fps), whole
+
+
+def title(args: argparse.Namespace) -> str:
+    base = str(args.model or args.pipeline)
+    return f"{base} with {args.lora}" if args.lora is not None else base
+
+
+def summary(settings: SamplingRecipe) -> str:
+    guided = f"guidance {settings.guidance_scale:g}"
+    if settings.guidance_scale_low is not None:
+        guided += f" and {settings.guidance_scale_low:g}"
+    frames = f", {settings.num_frames} frames at {settings.fps:g} fps" if settings.num_frames > 1 else ""
+    return f"{settings.eval_steps} steps, {guided}, {settings.width} x {settings.height}{frames}"
+
+
+def facts(sampler: Sampler, args: argparse.Namespace) -> dict[str, str]:
+    """What all samples have in common, for the head of the page."""
+    negative = {"negative prompt": args.negative_prompt} if args.negative_prompt is not None else {}
+    return {
+        "pipeline": type(sampler.model.pipeline).__name__,
+        "sampling": summary(sampler.settings),
+        **negative,
+        "prompts": args.prompts.name,
+        "seeds": ", ".join(map(str, args.seeds)),
+        "dtype": str(sampler.model.dtype).removeprefix("torch."),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

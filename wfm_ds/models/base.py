@@ -1,0 +1,319 @@
+"""What every pipeline family offers to the loops. Nothing outside `models/` may branch on a family.
+
+Latents, sigma and velocities are float32; time is `sigma` in (0, 1] (1 is pure noise); velocity is `eps - x0`.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import diffusers.utils.logging
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers.utils.logging
+from torch import Tensor, nn
+
+from wfm_ds.errors import ModelError
+from wfm_ds.models import given, vae
+from wfm_ds.models.fingerprint import fingerprint
+
+if TYPE_CHECKING:
+    from wfm_ds.models.guardrail import Guardrail
+    from wfm_ds.types import Conditioning
+
+
+@dataclass(frozen=True, slots=True)
+class NegativeText:
+    """A text that guidance contrasts with, or the "" that replaces a dropped caption: see encode_negative."""
+
+    text: str
+
+
+class DiffusionModel(ABC):
+    """A loaded pipeline, taken apart: text in, latents and pixels both ways, one call of the denoiser.
+
+    A family is a subclass in a file of its own in this folder; `registry.families` finds it.
+    """
+
+    family: ClassVar[str]
+    pipeline_classes: ClassVar[tuple[str, ...]]  # matched against model_index.json:_class_name
+    conditioning_keys: ClassVar[frozenset[str]]  # what encode_text returns and denoise expects, exactly
+    default_lora_targets: ClassVar[tuple[str, ...]]  # suffixes of linear layers
+    required_parts: ClassVar[tuple[str, ...]]  # names in model_index.json that must not be null
+    block_classes: ClassVar[tuple[type[nn.Module], ...]]  # for checkpointing, ZeRO-3 leaves, compile
+    video: ClassVar[bool] = False  # pixels [B,3,F,H,W] and latents [B,C,T,h,w], also for a single frame
+    prompt_templates: ClassVar[tuple[str, ...]] = ()  # the recipe's choices, if the stock pipeline wraps prompts
+    has_guardrail: ClassVar[bool] = False  # the pipeline has a safety checker (models/guardrail.py)
+    # A family's default, which a loaded pipeline may narrow down or widen:
+    denoiser_parts: tuple[str, ...] = ("transformer",)  # names in model_index.json; Wan 2.2 has two experts
+    conditional_frames: tuple[int, ...] = (0,)  # how many first latent frames may be given (models/given.py)
+
+    def __init__(
+        self,
+        pipeline: Any,
+        path: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_sequence_length: int | None = None,
+        prompt_template: str | None = None,
+    ) -> None:
+        """Take over `pipeline`: freeze all but the denoiser, and move everything to `device`.
+
+        `prompt_template` is one of prompt_templates, or None for what is stored with the pipeline.
+        """
+        if not hasattr(pipeline.scheduler, "sigmas"):
+            name = type(pipeline.scheduler).__name__
+            raise ModelError(f"{path}: {name} is no flow-matching scheduler; use the one that the pipeline came with")
+        self.pipeline = pipeline
+        self.path = path
+        self.dtype = dtype  # compute dtype of the denoiser
+        self.bare_denoiser = self.take_denoiser(pipeline)
+        self.denoiser = self.bare_denoiser  # the engine puts its wrapper here
+        self.config = pipeline.transformer.config  # stays when the denoiser is wrapped
+        self.max_sequence_length = max_sequence_length or stock_argument(pipeline, "max_sequence_length")
+        self.prompt_template = prompt_template
+        for part in self.frozen_parts():
+            part.requires_grad_(False).eval()
+        if self.video:
+            pipeline.vae.enable_slicing()  # one video at a time: several at once take memory and save no time
+        self.to(device)
+
+    @classmethod
+    def extra_parts(cls, folder: Path, setting: Guardrail) -> dict[str, Any]:
+        """Parts of the pipeline that its folder does not hold; ModelError if one is missing."""
+        return {}
+
+    def take_denoiser(self, pipeline: Any) -> nn.Module:
+        """The one module that the engine trains; it holds all of `denoiser_parts`."""
+        denoiser: nn.Module = pipeline.transformer
+        return denoiser
+
+    def frozen_parts(self) -> list[nn.Module]:
+        """VAE, text encoders and whatever else the pipeline owns, without the denoiser."""
+        parts = self.pipeline.components.items()
+        return [part for name, part in parts if isinstance(part, nn.Module) and name not in self.denoiser_parts]
+
+    def to(self, device: torch.device | str) -> None:
+        """Move VAE and text encoders; the denoiser too, unless an engine has wrapped and placed it."""
+        self.device = torch.device(device)
+        parts = self.frozen_parts()
+        if self.denoiser is self.bare_denoiser:
+            parts.append(self.denoiser)
+        for part in parts:
+            part.to(self.device)
+
+    def freeze_all_but(self, targets: Sequence[str]) -> None:  # noqa: B027, most families have nothing to do
+        """Before adapters are put on the layers with these suffixes: all others of the denoiser stay as they are.
+
+        A family may then compute once for each prompt, in encode_text, what depends on frozen layers alone.
+        """
+
+    def check_prompts(self, prompts: Sequence[str]) -> None:  # noqa: B027, most families have no guardrail
+        """ModelError if the pipeline's guardrail refuses a prompt that is to be generated from."""
+
+    @abstractmethod
+    def encode_text(self, prompts: Sequence[str]) -> Conditioning:
+        """Embeddings of B >= 1 prompts by name, [B, ...] each, in the encoders' dtype, masks int64. No gradient.
+
+        Never doubled for guidance: the unconditional pass encodes its own text.
+        """
+
+    def encode_negative(self, texts: Sequence[str]) -> Conditioning:
+        """As encode_text, for what guidance contrasts with and what replaces a dropped caption (`NegativeText`).
+
+        It differs where the stock pipeline wraps its prompts in an instruction and its negative prompts not.
+        """
+        return self.encode_text(texts)
+
+    def from_embedding(self, embedding: Tensor) -> Conditioning | None:
+        """Conditioning [1, ...] of a text from its embedding [n, D] computed elsewhere; None if that is not one of this
+        model's text encoder. Families with several encoders take none."""
+        return None
+
+    def text_identity(self) -> dict[str, Any]:
+        """All besides the text that decides what encode_text and encode_negative give, as JSON."""
+        encoders, tokenizers = (self.parts_named(prefix) for prefix in ("text_encoder", "tokenizer"))
+        dtypes = {str(next(encoder.parameters()).dtype) for encoder in encoders.values()}
+        return {
+            "family": self.family,
+            "parts": fingerprint(self.path, [*encoders, *tokenizers]),
+            "dtype": sorted(dtypes),
+            **self.text_call(),
+        }
+
+    def latent_identity(self) -> dict[str, Any]:
+        """All besides the pixels that decides what encode_pixels gives, as JSON."""
+        dtype = str(next(self.pipeline.vae.parameters()).dtype)
+        return {"family": self.family, "parts": fingerprint(self.path, ["vae"]), "dtype": dtype}
+
+    def parts_named(self, prefix: str) -> dict[str, Any]:
+        """The parts of the pipeline whose names begin so, but those that it does without."""
+        parts = self.pipeline.components.items()
+        return {name: part for name, part in parts if name.startswith(prefix) and part is not None}
+
+    def drop_text_encoders(self) -> None:
+        """Free their memory, when every text that will be asked for is cached. Nothing can be encoded afterwards."""
+        for name in self.parts_named("text_encoder"):
+            setattr(self.pipeline, name, None)
+
+    def null_text(self, negative_text: str | None = None) -> str:
+        """The text that guidance contrasts with: the negative text, else the stock pipeline's own."""
+        return "" if negative_text is None else negative_text
+
+    @staticmethod
+    def repeat(conditioning: Conditioning, k: int) -> Conditioning:
+        """Every row k times in succession: equal to encoding each prompt k times."""
+        return {name: tensor.repeat_interleave(k, dim=0) for name, tensor in conditioning.items()}
+
+    @torch.no_grad()
+    def encode_pixels(self, pixels: Tensor) -> Tensor:
+        """Normalised latents of pixels in [0, 1], all float32; ValueError for others.
+
+        Images [B,3,H,W] give [B,C,h,w]; a video family takes [B,3,F,H,W] and gives [B,C,T,h,w].
+        """
+        layout, ndim = ("[B,3,F,H,W]", 5) if self.video else ("[B,3,H,W]", 4)
+        if pixels.ndim != ndim or pixels.shape[1] != 3 or pixels.dtype != torch.float32:
+            raise ValueError(f"pixels must be float32 {layout}, got {pixels.dtype} {list(pixels.shape)}")
+        height, width = pixels.shape[-2:]
+        self.latent_shape(height, width, pixels.shape[2] if self.video else 1)
+        return vae.encode(self.pipeline.vae, 2 * pixels.to(self.device) - 1)
+
+    def encode_media(self, media: Sequence[npt.NDArray[np.uint8]]) -> Tensor:
+        """encode_pixels of images [H,W,3] or videos [F,H,W,3], all of one shape; an image is a video of one frame."""
+        frames = torch.stack([torch.from_numpy(m if m.ndim == 4 else m[None]) for m in media]).to(self.device)
+        pixels = frames.permute(0, 4, 1, 2, 3).float() / 255
+        return self.encode_pixels(pixels if self.video else pixels.squeeze(2))
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Pixels in [0, 1] of normalised latents, all float32, in the layouts of encode_pixels."""
+        return (vae.decode(self.pipeline.vae, latents.to(self.device)) / 2 + 0.5).clamp(0, 1)
+
+    @staticmethod
+    def to_uint8(pixels: Tensor) -> npt.NDArray[np.uint8]:
+        """[B,H,W,3] (videos [B,F,H,W,3]) on the host: round(255 * x) of pixels [B,3,H,W] ([B,3,F,H,W]) in [0, 1]."""
+        levels: npt.NDArray[np.uint8] = (255 * pixels.clamp(0, 1)).round().to("cpu", torch.uint8).movedim(1, -1).numpy()
+        return np.ascontiguousarray(levels)
+
+    @abstractmethod
+    def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, stage: int | None = None) -> Tensor:
+        """Velocity eps - x0, float32, in the shape of the latents; keeps the autograd graph.
+
+        latents [B,C,...] float32, sigma [B] float32 in (0, 1], conditioning as from encode_text with B rows. `stage` is
+        the expert of families that have several. Guidance is the caller's: this is one pass. ValueError for other
+        shapes, dtypes or keys, and, on the CPU only (elsewhere the check would wait for the device), other sigma.
+        """
+
+    @property
+    def sigma_ranges(self) -> tuple[tuple[float, float], ...]:
+        """The noise levels [low, high) of each expert, by stage; the first one holds 1 too. One expert has them all."""
+        return ((0.0, 1.0),)
+
+    def stage_of(self, sigma: float) -> int:
+        """Which expert denoises at this noise level: the index into sigma_ranges. Loops know sigma on the host."""
+        return next(i for i, (low, _) in enumerate(self.sigma_ranges) if sigma >= low)
+
+    def check_denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> None:
+        """Raise ValueError unless the arguments of `denoise` are as it documents. Nothing is broadcast."""
+        count = latents.shape[0]
+        if latents.dtype != torch.float32:
+            raise ValueError(f"latents must be float32, got {latents.dtype}")
+        if sigma.shape != (count,) or sigma.dtype != torch.float32:
+            raise ValueError(f"sigma must be float32 [{count}], got {sigma.dtype} {list(sigma.shape)}")
+        if sigma.device.type == "cpu" and not bool(((sigma > 0) & (sigma <= 1)).all()):
+            raise ValueError(f"sigma must be above 0 and at most 1, got {sigma.tolist()}")
+        optional = given.KEYS if max(self.conditional_frames) else frozenset[str]()
+        if conditioning.keys() - optional != self.conditioning_keys:
+            raise ValueError(f"conditioning must hold {sorted(self.conditioning_keys)}, got {sorted(conditioning)}")
+        for name, tensor in conditioning.items():
+            if tensor.shape[0] != count:
+                raise ValueError(f"{name} has {tensor.shape[0]} rows, the latents have {count}")
+
+    def combine_guidance(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
+        """uncond + w * (cond - uncond) of two velocities; w = 1 is cond."""
+        return uncond + scale * (cond - uncond)
+
+    @abstractmethod
+    def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
+        """(C,h,w) of an image or (C,T,h,w) of a video of this many pixels; ValueError names the multiple it must be."""
+
+    @abstractmethod
+    def num_tokens(self, shape: Sequence[int]) -> int:
+        """Tokens that the denoiser makes of latents of this shape, text not counted."""
+
+    def sigmas(self, num_steps: int, shape: Sequence[int]) -> Tensor:
+        """CPU float64 [num_steps + 1], descending to exactly 0: the grid of the stock pipeline for this latent shape.
+
+        Read from a copy of the pipeline's scheduler, never from a formula: schedulers differ at the ends.
+        """
+        if num_steps < 1:
+            raise ValueError(f"num_steps must be at least 1, got {num_steps}")
+        scheduler = copy.deepcopy(self.pipeline.scheduler)
+        scheduler.set_timesteps(num_steps, **self.schedule_arguments(shape))
+        grid: Tensor = scheduler.sigmas.to("cpu", torch.float64)
+        falls = bool((grid[1:] < grid[:-1]).all())
+        if len(grid) != num_steps + 1 or not falls or grid[0] > 1 or grid[-1] != 0:
+            raise ModelError(
+                f"{self.path}: {num_steps} steps of {type(scheduler).__name__} do not fall from at most 1 to 0 "
+                f"({grid.tolist()}); use a flow-matching scheduler, or fewer steps"
+            )
+        return grid
+
+    def schedule_arguments(self, shape: Sequence[int]) -> dict[str, float]:
+        """What the stock pipeline passes to set_timesteps besides the number of steps."""
+        return {}
+
+    @property
+    def flow_shift(self) -> float:
+        """The shift s in sigma = s * q / (1 + (s - 1) * q). ModelError where it depends on the image size."""
+        config = self.pipeline.scheduler.config
+        shift = config.get("shift", config.get("flow_shift"))
+        if shift is None or config.get("use_dynamic_shifting") or config.get("use_karras_sigmas"):
+            raise ModelError(f"{self.path}: the scheduler has no fixed shift; set algorithm.flow_shift in the recipe")
+        return float(shift)
+
+    def text_call(self) -> dict[str, Any]:
+        """The arguments of the stock call that decide how prompts are encoded. An export notes them in call.json."""
+        return {"max_sequence_length": self.max_sequence_length}
+
+    def pipeline_call(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
+        """Keyword arguments, besides prompts, steps and noise, that make the stock pipeline do what we do.
+
+        num_frames counts for video families.
+        """
+        return {"guidance_scale": w, "height": height, "width": width, **self.text_call()}
+
+
+def stock_argument(pipeline: Any, name: str) -> Any:
+    """The default that the pipeline's own call has for an argument. Its helpers may have others."""
+    return inspect.signature(type(pipeline).__call__).parameters[name].default
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, the CPU's global generator draws from `seed`; afterwards it goes on undisturbed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed every GPU too
+        yield
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Loading and saving inside draw no bars: with many ranks they would be all that a user sees."""
+    libraries = [lib for lib in (diffusers.utils.logging, transformers.utils.logging) if lib.is_progress_bar_enabled()]
+    for library in libraries:
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library in libraries:
+            library.enable_progress_bar()

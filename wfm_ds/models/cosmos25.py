@@ -1,0 +1,171 @@
+"""Cosmos-Predict2.5 (2B and 14B): text, image and video to world, in the latents of a Wan VAE."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from diffusers.models.transformers import transformer_cosmos
+from diffusers.models.transformers.transformer_cosmos import CosmosTransformerBlock
+from diffusers.pipelines.cosmos.pipeline_cosmos2_5_predict import DEFAULT_NEGATIVE_PROMPT
+from torch import Tensor, nn
+from torch.nn import functional
+
+from wfm_ds.models import guardrail
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.fingerprint import fingerprint
+from wfm_ds.models.given import given_frames
+from wfm_ds.models.guardrail import Guardrail
+
+if TYPE_CHECKING:
+    from wfm_ds.types import Conditioning
+
+GIVEN_SIGMA = 1e-4  # the noise level that the network is told of given frames: conditional_frame_timestep
+
+
+class Cosmos25(DiffusionModel):
+    """The network's time is sigma itself, one for each latent frame; its output is the velocity."""
+
+    family = "cosmos25"
+    pipeline_classes = ("Cosmos2_5_PredictBasePipeline",)
+    required_parts = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
+    conditioning_keys = frozenset({"prompt_embeds"})
+    default_lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
+    block_classes = (CosmosTransformerBlock,)
+    video = True
+    conditional_frames = (0, 1, 2)
+    has_guardrail = True
+
+    def __init__(self, pipeline: Any, path: Path, **options: Any) -> None:
+        provide_resize()
+        self.text_projection: nn.Module | None = None  # the denoiser's own, once it moved into encode_text
+        super().__init__(pipeline, path, **options)
+
+    @classmethod
+    def extra_parts(cls, folder: Path, setting: Guardrail) -> dict[str, Any]:
+        return {"safety_checker": guardrail.checker(setting, folder)}
+
+    def frozen_parts(self) -> list[nn.Module]:
+        moved = [] if self.text_projection is None else [self.text_projection]
+        return [*super().frozen_parts(), *moved]
+
+    def freeze_all_but(self, targets: Sequence[str]) -> None:
+        """Embeddings are as wide as all layers of the text encoder together, 100 MB a prompt; the denoiser's first step
+        makes them a hundredth of that. While it is frozen it is part of encode_text."""
+        denoiser: Any = self.bare_denoiser
+        if not self.config.use_crossattn_projection or self.text_projection is not None:
+            return
+        layers = [f"crossattn_proj.{name}" for name, _ in denoiser.crossattn_proj.named_modules() if name]
+        if any(layer == target or layer.endswith(f".{target}") for layer in layers for target in targets):
+            return
+        self.text_projection = denoiser.crossattn_proj.requires_grad_(False)
+        denoiser.crossattn_proj = nn.Identity()
+
+    def check_prompts(self, prompts: Sequence[str]) -> None:
+        guardrail.refuse_unsafe(self.pipeline.safety_checker, prompts)
+
+    @torch.no_grad()
+    def encode_text(self, prompts: Sequence[str]) -> Conditioning:
+        """prompt_embeds [B, max_sequence_length, D]: D is the text encoder's width times its layers, or, after
+        freeze_all_but, the denoiser's own text width. Padding is attended to. ValueError for no prompts.
+        """
+        if isinstance(prompts, str) or not prompts:
+            raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
+        embeds, _ = self.pipeline.encode_prompt(
+            list(prompts),
+            device=self.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
+        )
+        if self.text_projection is not None:
+            embeds = self.text_projection(embeds.to(self.dtype))
+        return {"prompt_embeds": embeds}
+
+    @torch.no_grad()
+    def from_embedding(self, embedding: Tensor) -> Conditioning | None:
+        """Of all layers of the text encoder, and as many rows as a text has with its padding, which is attended to."""
+        width = self.config.crossattn_proj_in_channels if self.config.use_crossattn_projection else None
+        if embedding.shape != (self.max_sequence_length, width or self.config.text_embed_dim):
+            return None
+        embeds = embedding[None].to(self.device, self.dtype)
+        return {"prompt_embeds": embeds if self.text_projection is None else self.text_projection(embeds)}
+
+    def text_identity(self) -> dict[str, Any]:
+        identity = super().text_identity()
+        if self.text_projection is not None:
+            identity["projection"] = [str(self.dtype), fingerprint(self.path, ["transformer"])]
+        return identity
+
+    def null_text(self, negative_text: str | None = None) -> str:
+        return DEFAULT_NEGATIVE_PROMPT if negative_text is None else negative_text
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """As every family's; then the guardrail's post-processing, as in the stock pipeline."""
+        return guardrail.guarded(self.pipeline.safety_checker, super().decode(latents))
+
+    def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, stage: int | None = None) -> Tensor:
+        self.check_denoise(latents, sigma, conditioning)
+        if latents.ndim != 5 or stage not in (None, 0):
+            raise ValueError(
+                f"cosmos25 takes latents [B,C,T,h,w] and has one stage, got {list(latents.shape)}, stage {stage}"
+            )
+        count, _, num_frames, h, w = latents.shape
+        given = given_frames(conditioning)
+        mask = latents.new_zeros(count, 1, num_frames, 1, 1) if given is None else given.mask
+        seen = latents if given is None else given.enter(latents)
+        # Masks in the compute dtype: joined to the latents, a float32 one would make them float32.
+        velocity: Tensor = self.denoiser(
+            hidden_states=seen.to(self.dtype),
+            condition_mask=mask.expand(-1, -1, -1, h, w).to(self.dtype),
+            timestep=mask * GIVEN_SIGMA + (1 - mask) * sigma.view(-1, 1, 1, 1, 1),  # float32 up to the sinusoid
+            encoder_hidden_states=conditioning["prompt_embeds"].to(self.dtype),
+            padding_mask=latents.new_zeros(1, 1, h, w, dtype=self.dtype),
+            return_dict=False,
+        )[0].float()
+        return velocity if given is None else given.leave(velocity, latents, sigma)
+
+    def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
+        """(C, (F - 1) / 4 + 1, H / 8, W / 8); patches limit the multiple, the config's max_size the size."""
+        factor, frames_factor = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
+        (_, *patch), (most_frames, *largest) = self.config.patch_size, self.config.max_size
+        num_latent_frames, rest = divmod(num_frames - 1, frames_factor)
+        if rest or not 0 <= num_latent_frames < most_frames:
+            raise ValueError(
+                f"num_frames must be {frames_factor} * k + 1, from 1 to {frames_factor * (most_frames - 1) + 1}, "
+                f"got {num_frames}"
+            )
+        for name, size, p, most in zip(("height", "width"), (height, width), patch, largest, strict=True):
+            if size % (factor * p) or not 0 < size <= factor * most:
+                raise ValueError(
+                    f"{name} must be a multiple of {factor * p}, from {factor * p} to {factor * most}, got {size}"
+                )
+        return (self.config.out_channels, num_latent_frames + 1, height // factor, width // factor)
+
+    def num_tokens(self, shape: Sequence[int]) -> int:
+        _, num_frames, h, w = shape
+        frames, rows, columns = self.config.patch_size
+        return int((num_frames // frames) * (h // rows) * (w // columns))
+
+    def pipeline_call(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
+        """The stock pipeline adds g times (v_cond - v_uncond) to v_cond, so g = w - 1. ValueError for 1 < w <= 2: it
+        runs no guidance up to g = 1."""
+        if 1 < w <= 2:
+            raise ValueError(f"the stock pipeline runs no guidance for a w of {w}: choose 1, or more than 2")
+        call = super().pipeline_call(w, height, width, num_frames)
+        return {**call, "guidance_scale": w - 1, "num_frames": num_frames}
+
+
+def provide_resize() -> None:
+    """Without torchvision the transformer still needs one function of it, a nearest resize of its padding mask."""
+    if hasattr(transformer_cosmos, "transforms"):
+        return
+
+    def resize(image: Tensor, size: Sequence[int], interpolation: str) -> Tensor:
+        return functional.interpolate(image, size=tuple(size), mode=interpolation)
+
+    transformer_cosmos.transforms = types.SimpleNamespace(
+        InterpolationMode=types.SimpleNamespace(NEAREST="nearest"), functional=types.SimpleNamespace(resize=resize)
+    )

@@ -1,0 +1,171 @@
+"""From a path to a loaded model family. Families are found by looking into this folder; nothing registers itself."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import os
+import pkgutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+
+import wfm_ds
+from wfm_ds import models
+from wfm_ds.errors import ModelError
+from wfm_ds.models import tiny
+from wfm_ds.models.base import DiffusionModel, seeded
+from wfm_ds.models.guardrail import Guardrail
+from wfm_ds.models.loading import load_pipeline, read_json, stored_sequence_length
+from wfm_ds.seeds import derive_seed
+
+TINY = "tiny:"
+MAKE_TIMEOUT_S = 300.0
+
+
+@cache
+def families() -> dict[str, type[DiffusionModel]]:
+    """Every family by name: the concrete subclasses of DiffusionModel in the modules of this folder."""
+    found: dict[str, type[DiffusionModel]] = {}
+    for info in pkgutil.iter_modules(models.__path__, f"{models.__name__}."):
+        module = importlib.import_module(info.name)
+        for member in vars(module).values():
+            if not inspect.isclass(member) or not issubclass(member, DiffusionModel) or inspect.isabstract(member):
+                continue
+            first = found.setdefault(member.family, member)
+            assert first is member, f"{member} and {first} are both called {member.family}"
+    return found
+
+
+def family_of(folder: Path) -> type[DiffusionModel]:
+    """The family whose pipeline class the folder's model_index.json names. ModelError if there is none."""
+    name = read_json(folder / "model_index.json").get("_class_name")
+    for family in families().values():
+        if name in family.pipeline_classes:
+            return family
+    known = sorted(name for family in families().values() for name in family.pipeline_classes)
+    raise ModelError(f"{folder}: pipelines of class {name} are not supported; supported: {', '.join(known)}")
+
+
+def resolve(path: str | Path) -> Path:
+    """The folder of a supported pipeline: `path` itself, or, for `tiny:FAMILY`, one that is made once in the cache.
+
+    Reads model_index.json only. ModelError if the folder is missing, unreadable, no pipeline, or of no known family.
+    """
+    if str(path).startswith(TINY):
+        return cached_tiny(str(path).removeprefix(TINY))
+    folder = Path(path).expanduser()
+    if not os.path.isdir(folder):  # os.path: False, not an error, where we may not look
+        problem = "is a file" if os.path.isfile(folder) else "does not exist"
+        raise ModelError(
+            f"{folder} {problem}; model.path must name a diffusers pipeline folder on this disk or tiny:FAMILY"
+        )
+    if not os.path.isfile(folder / "model_index.json"):
+        raise ModelError(
+            f"{folder} has no model_index.json; model.path must name the top folder of a diffusers pipeline"
+        )
+    family_of(folder)
+    return folder
+
+
+def cached_tiny(family: str) -> Path:
+    """The tiny pipeline's folder below $WFM_CACHE (unset: ~/.cache/wfm_ds). Several processes may make it at once."""
+    root = Path(os.environ.get("WFM_CACHE") or "~/.cache/wfm_ds").expanduser() / "tiny" / tiny_key()
+    folder = root / family
+    if family in tiny.FAMILIES and folder.is_dir():
+        return folder
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root, prefix=".making-") as making:
+            make_tiny(family, Path(making) / "pipeline")
+            publish(Path(making) / "pipeline", folder)
+    except OSError as error:
+        raise ModelError(f"{folder} cannot be written ({error}); set WFM_CACHE to a writable folder") from error
+    return folder
+
+
+def make_tiny(family: str, folder: Path) -> None:
+    """`write_tiny`; in a process of its own where this one is a rank: transformers saves models on rank 0 alone."""
+    if not torch.distributed.is_initialized():
+        tiny.write_tiny(family, folder)
+        return
+    command = [sys.executable, "-m", tiny.__name__, family, str(folder)]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=MAKE_TIMEOUT_S, check=False)
+    if made.returncode:
+        raise ModelError(made.stderr.strip().rpartition("\n")[2])
+
+
+def tiny_key() -> str:
+    """Changes whenever the bytes may: with our version, that of the libraries, and the code that writes the folder."""
+    code = hashlib.blake2b(b"".join(path.read_bytes() for path in tiny.sources()), digest_size=4).hexdigest()
+    return f"{wfm_ds.__version__}-diffusers-{diffusers.__version__}-transformers-{transformers.__version__}-{code}"
+
+
+def publish(made: Path, folder: Path) -> None:
+    """Rename `made` to `folder`, unless another process was faster: its bytes are the same, so ours can go."""
+    try:
+        made.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+
+
+def load(
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    max_sequence_length: int | None = None,
+    prompt_template: str | None = None,
+    guardrail: Guardrail = "stock",
+) -> DiffusionModel:
+    """Load a pipeline, offline and from safetensors only, with its denoiser in `dtype`, on `device`.
+
+    The VAE is float32; text encoders are bfloat16 on CUDA beside a bfloat16 denoiser, else float32.
+    max_sequence_length, prompt_template: unset, what call.json in the folder says, else the stock pipeline's default.
+    guardrail: "stock" keeps the safety checker of a pipeline that has one, "off" does without.
+    ModelError as for `resolve`, if a part is missing, damaged or does not fit its config, and for a guardrail to
+    switch off or a prompt template to choose that the family does not have.
+    """
+    folder, device = resolve(path), torch.device(device)
+    family = family_of(folder)
+    if guardrail == "off" and not family.has_guardrail:
+        raise ModelError(f"{folder}: {family.family} has no guardrail to switch off; remove model.guardrail")
+    if prompt_template is not None and prompt_template not in family.prompt_templates:
+        raise ModelError(
+            f"{folder}: {family.family} has no prompt template, its pipeline takes prompts as they are; remove "
+            "model.prompt_template"
+        )
+    length = max_sequence_length or stored_sequence_length(folder)
+    low_precision_text = device.type == "cuda" and dtype == torch.bfloat16
+
+    def dtype_of(part: str) -> torch.dtype:
+        if part in family.denoiser_parts:
+            return dtype
+        return torch.bfloat16 if low_precision_text and part != "vae" else torch.float32
+
+    pipeline = load_pipeline(folder, family.required_parts, dtype_of, family.extra_parts(folder, guardrail))
+    return family(
+        pipeline,
+        folder,
+        dtype=dtype,
+        device=device,
+        max_sequence_length=length,
+        prompt_template=prompt_template,
+    )
+
+
+def randomize(model: DiffusionModel, seed: int) -> None:
+    """Give the bare denoiser, in place and in its dtype, the fresh weights that its config and the run's seed imply."""
+    with seeded(derive_seed(seed, "denoiser_init")):
+        for part in model.denoiser_parts:
+            network: Any = getattr(model.pipeline, part)
+            network.load_state_dict(type(network).from_config(network.config).state_dict())

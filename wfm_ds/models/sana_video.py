@@ -1,0 +1,68 @@
+"""SANA video: SANA with a time axis, the latents of a video VAE, and an optional given first frame."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from diffusers.models.transformers.transformer_sana_video import SanaVideoTransformerBlock
+from torch import Tensor
+
+from wfm_ds.models.given import GivenFrames, given_frames
+from wfm_ds.models.sana import STOCK_MULTIPLE, Sana
+
+if TYPE_CHECKING:
+    from wfm_ds.types import Conditioning
+
+
+class SanaVideo(Sana):
+    """Time as num_train_timesteps * sigma: one value per sample, or one per token when frames are given (0 there)."""
+
+    family = "sana_video"
+    pipeline_classes = ("SanaVideoPipeline", "SanaImageToVideoPipeline")
+    block_classes = (SanaVideoTransformerBlock,)
+    video = True
+    conditional_frames = (0, 1)
+
+    def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, stage: int | None = None) -> Tensor:
+        self.check_denoise(latents, sigma, conditioning)
+        if latents.ndim != 5 or stage not in (None, 0):
+            raise ValueError(
+                f"sana_video takes latents [B,C,T,h,w] and has one stage, got {list(latents.shape)}, stage {stage}"
+            )
+        time = sigma * self.pipeline.scheduler.config.num_train_timesteps
+        given = given_frames(conditioning)
+        if given is None:
+            return self.predict(latents, time, conditioning)
+        velocity = self.predict(given.enter(latents), self.token_times(time, latents, given), conditioning)
+        return given.leave(velocity, latents, sigma)
+
+    def token_times(self, time: Tensor, latents: Tensor, given: GivenFrames) -> Tensor:
+        """[B, 1, T, h, w] in patches: `time` [B] on free frames, 0 on given ones."""
+        count, _, *size = latents.shape
+        frames, height, width = (n // patch for n, patch in zip(size, self.config.patch_size, strict=True))
+        noisy = 1 - given.mask[:, :, :: self.config.patch_size[0]]
+        return (time.view(-1, 1, 1, 1, 1) * noisy).expand(count, 1, frames, height, width)
+
+    def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
+        """(C, T, H/f, W/f), T = (F-1)/k + 1. VAE and patches limit the multiples, the rotary table the size."""
+        in_space, in_time = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
+        patch_time, patch, _ = self.config.patch_size
+        positions = self.config.rope_max_seq_len  # along each axis
+        multiple = math.lcm(STOCK_MULTIPLE, in_space * patch)
+        largest = in_space * patch * positions // multiple * multiple
+        for name, size in (("height", height), ("width", width)):
+            if size % multiple or not 0 < size <= largest:
+                raise ValueError(f"{name} must be a multiple of {multiple}, from {multiple} to {largest}, got {size}")
+        step, fewest = in_time * patch_time, in_time * (patch_time - 1) + 1
+        most = fewest + step * (positions - 1)
+        if (num_frames - fewest) % step or not fewest <= num_frames <= most:
+            raise ValueError(f"num_frames must be {fewest}, {fewest + step}, ... or {most}, got {num_frames}")
+        return (self.config.in_channels, (num_frames - 1) // in_time + 1, height // in_space, width // in_space)
+
+    def num_tokens(self, shape: Sequence[int]) -> int:
+        return math.prod(n // patch for n, patch in zip(shape[1:], self.config.patch_size, strict=True))
+
+    def pipeline_call(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
+        return {**super().pipeline_call(w, height, width, num_frames), "frames": num_frames}

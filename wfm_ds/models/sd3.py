@@ -1,0 +1,88 @@
+"""Stable Diffusion 3 and 3.5: 2-D latents, CLIP-L, CLIP-G and (if the folder has it) T5."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from diffusers.models.attention import JointTransformerBlock
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
+from torch import Tensor
+
+from wfm_ds.models.base import DiffusionModel
+
+if TYPE_CHECKING:
+    from wfm_ds.types import Conditioning
+
+
+class StableDiffusion3(DiffusionModel):
+    """The network's time is num_train_timesteps * sigma as a float, its output the velocity."""
+
+    family = "sd3"
+    pipeline_classes = ("StableDiffusion3Pipeline",)
+    required_parts = (
+        *("transformer", "vae", "scheduler"),
+        *("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2"),  # the third pair, T5, may be absent
+    )
+    conditioning_keys = frozenset({"prompt_embeds", "pooled_prompt_embeds"})
+    default_lora_targets = (
+        *("to_q", "to_k", "to_v", "to_out.0"),
+        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+    )
+    block_classes = (JointTransformerBlock,)
+
+    @torch.no_grad()
+    def encode_text(self, prompts: Sequence[str]) -> Conditioning:
+        """prompt_embeds [B, CLIP length + max_sequence_length, joint_attention_dim], pooled_prompt_embeds [B, D].
+
+        Without a T5 the pipeline appends zeros in its place. ValueError for no prompts.
+        """
+        if isinstance(prompts, str) or not prompts:
+            raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
+        texts = list(prompts)
+        embeds, _, pooled, _ = self.pipeline.encode_prompt(
+            texts,
+            texts,
+            texts,
+            device=self.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
+        )
+        return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
+
+    def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, stage: int | None = None) -> Tensor:
+        self.check_denoise(latents, sigma, conditioning)
+        if latents.ndim != 4 or stage not in (None, 0):
+            raise ValueError(f"sd3 takes latents [B,C,h,w] and has one stage, got {list(latents.shape)}, stage {stage}")
+        velocity: Tensor = self.denoiser(
+            hidden_states=latents.to(self.dtype),
+            timestep=sigma * self.pipeline.scheduler.config.num_train_timesteps,  # float32 up to the sinusoid
+            encoder_hidden_states=conditioning["prompt_embeds"].to(self.dtype),
+            pooled_projections=conditioning["pooled_prompt_embeds"].to(self.dtype),
+            return_dict=False,
+        )[0]
+        return velocity.float()
+
+    def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
+        """(C, H/f, W/f). Patches limit the multiple, the table of positions the size."""
+        factor, patch = self.pipeline.vae_scale_factor, self.config.patch_size
+        multiple, largest = factor * patch, factor * patch * self.config.pos_embed_max_size
+        if num_frames != 1:
+            raise ValueError(f"sd3 makes images: num_frames must be 1, got {num_frames}")
+        for name, size in (("height", height), ("width", width)):
+            if size % multiple or not 0 < size <= largest:
+                raise ValueError(f"{name} must be a multiple of {multiple}, from {multiple} to {largest}, got {size}")
+        return (self.config.in_channels, height // factor, width // factor)
+
+    def num_tokens(self, shape: Sequence[int]) -> int:
+        _, h, w = shape
+        return int((h // self.config.patch_size) * (w // self.config.patch_size))
+
+    def schedule_arguments(self, shape: Sequence[int]) -> dict[str, float]:
+        """`mu` of the pipeline's own rule, if its scheduler shifts by resolution."""
+        config = self.pipeline.scheduler.config
+        if not config.get("use_dynamic_shifting"):
+            return {}
+        limits = [config[name] for name in ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")]
+        return {"mu": calculate_shift(self.num_tokens(shape), *limits)}

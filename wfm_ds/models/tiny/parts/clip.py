@@ -1,0 +1,40 @@
+"""A tiny CLIP text encoder and its tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
+
+from wfm_ds.models.base import seeded
+from wfm_ds.models.tiny.parts.weights import spread_text_weights
+from wfm_ds.models.tiny.parts.words import WORDS, byte_symbols, chain_to_end, joined
+
+WORD_END = "</w>"
+
+
+def clip_tokenizer(model_max_length: int) -> CLIPTokenizer:
+    """614 ids: bytes, bytes that end a word, joined words, start and end of text."""
+    merges = list(dict.fromkeys(pair for word in WORDS for pair in chain_to_end(word, WORD_END)))
+    symbols = byte_symbols()
+    words = joined(merges)
+    tokens = [*symbols, *(symbol + WORD_END for symbol in symbols), *words, "<|startoftext|>", "<|endoftext|>"]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    return CLIPTokenizer(vocab=vocabulary, merges=merges, model_max_length=model_max_length)
+
+
+def clip_encoder(tokenizer: Any, max_length: int, seed: int) -> CLIPTextModelWithProjection:
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        projection_dim=32,
+        max_position_embeddings=max_length,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,  # pooling looks for it
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with seeded(seed):
+        return spread_text_weights(CLIPTextModelWithProjection(config), seed)

@@ -1,0 +1,42 @@
+"""A tiny Gemma-2 text encoder and its tokenizer."""
+
+from __future__ import annotations
+
+from transformers import Gemma2Config, Gemma2Model, GemmaTokenizer
+
+from wfm_ds.models.base import seeded
+from wfm_ds.models.tiny.parts.weights import spread_text_weights
+from wfm_ds.models.tiny.parts.words import WORDS, chain_from_start, joined
+
+WORD_START = "\u2581"  # what the tokenizer makes of a blank; the first word of a text has none and is spelled
+SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
+
+
+def gemma_tokenizer() -> GemmaTokenizer:
+    """487 ids: special ones, bytes, the word mark, ASCII, words. Puts <bos> before a text, as the released one does."""
+    merges = list(dict.fromkeys(pair for word in WORDS for pair in chain_from_start(WORD_START, word)))
+    bytes_of_others = [f"<0x{byte:02X}>" for byte in range(256)]
+    characters = [chr(code) for code in range(ord("!"), ord("~") + 1)]
+    tokens = [*SPECIAL, *bytes_of_others, WORD_START, *characters, *joined(merges)]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    return GemmaTokenizer(vocab=vocabulary, merges=merges, add_bos_token=True)
+
+
+def gemma_encoder(vocab_size: int, seed: int) -> Gemma2Model:
+    config = Gemma2Config(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=64,
+        max_position_embeddings=1024,
+        pad_token_id=SPECIAL.index("<pad>"),
+        eos_token_id=SPECIAL.index("<eos>"),
+        bos_token_id=SPECIAL.index("<bos>"),
+    )
+    with seeded(seed):
+        return spread_text_weights(Gemma2Model(config), seed)

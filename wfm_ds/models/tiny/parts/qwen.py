@@ -1,0 +1,79 @@
+"""A tiny Qwen2.5-VL encoder and its tokenizer."""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+
+from wfm_ds.models.base import seeded
+from wfm_ds.models.tiny.parts.weights import spread_text_weights
+from wfm_ds.models.tiny.parts.words import WORDS, byte_symbols, chain_from_start, joined
+
+WORD_START = "\u0120"  # how byte-level BPE writes a space
+# Pipelines put these before every prompt; spelled out they would leave no room for it in a short sequence.
+SYSTEM_WORDS = (
+    *("You", "are", "helpful", "assistant", "who", "will", "provide", "prompts", "to", "an", "image", "generator"),
+    *("system", "user"),
+)
+SPECIAL = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}{{ part['text'] }}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}"
+)
+
+
+def qwen_tokenizer() -> Qwen2Tokenizer:
+    """435 ids: bytes, words with the space before them, special tokens. Digits stand alone, as in the real one."""
+    words = [*(word for word in WORDS if word not in string.digits), *SYSTEM_WORDS]
+    merges = list(dict.fromkeys(pair for word in words for pair in chain_from_start(WORD_START, word)))
+    tokens = [*byte_symbols(), *joined(merges), *SPECIAL]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Qwen2Tokenizer(
+        vocab=vocabulary,
+        merges=merges,
+        add_prefix_space=True,  # so that the first word is one token too
+        eos_token="<|im_end|>",
+        additional_special_tokens=list(SPECIAL[1:]),
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def qwen_encoder(tokenizer: Any, seed: int) -> Qwen2_5_VLForConditionalGeneration:
+    """Two layers of width 32: a pipeline that joins all layers sees 64 features."""
+    ids = dict(zip(SPECIAL, tokenizer.convert_tokens_to_ids(list(SPECIAL)), strict=True))
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 1024,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+            "bos_token_id": ids["<|endoftext|>"],
+            "eos_token_id": ids["<|im_end|>"],
+        },
+        vision_config={
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "fullatt_block_indexes": [0],
+        },
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )
+    with seeded(seed):
+        return spread_text_weights(Qwen2_5_VLForConditionalGeneration(config), seed)

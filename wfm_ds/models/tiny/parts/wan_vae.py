@@ -1,0 +1,24 @@
+"""The tiny VAE of video pipelines: factor 8 in space and 4 in time, a mean and a deviation for each channel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers import AutoencoderKLWan
+
+from wfm_ds.models.base import seeded
+
+
+def wan_vae(seed: int, **config: Any) -> AutoencoderKLWan:
+    """Latents of 4 channels; `config` adds to or replaces what the class takes."""
+    stock: dict[str, Any] = {
+        "base_dim": 8,
+        "z_dim": 4,
+        "dim_mult": [1, 1, 1, 1],
+        "num_res_blocks": 1,
+        "temperal_downsample": [False, True, True],
+        "latents_mean": [0.0, 0.1, 0.2, 0.3],
+        "latents_std": [1.0, 1.1, 1.2, 1.3],
+    }
+    with seeded(seed):
+        return AutoencoderKLWan(**stock | config)

@@ -1,0 +1,68 @@
+"""Wan 2.1 in miniature: videos of 32x32 pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+
+from wfm_ds.models.base import seeded
+from wfm_ds.models.tiny.parts.t5 import t5_tokenizer
+from wfm_ds.models.tiny.parts.umt5 import umt5_encoder
+from wfm_ds.models.tiny.parts.wan_vae import wan_vae
+
+TRANSFORMER_SEED, VAE_SEED, UMT5_SEED = 0, 1, 14
+
+TRANSFORMER: Mapping[str, Any] = MappingProxyType(
+    {
+        "patch_size": (1, 2, 2),
+        "num_attention_heads": 2,
+        "attention_head_dim": 16,
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 32,
+        "freq_dim": 32,
+        "ffn_dim": 64,
+        "num_layers": 2,
+        "rope_max_seq_len": 32,
+    }
+)
+
+
+def build() -> tuple[WanPipeline, dict[str, Any]]:
+    """The pipeline, and the arguments of its call for a two-step video."""
+    return assemble(wan_vae(VAE_SEED)), call_arguments()
+
+
+def assemble(vae: AutoencoderKLWan, **options: Any) -> WanPipeline:
+    """A Wan pipeline around this VAE in float32 and evaluation mode; options as of its constructor."""
+    tokenizer = t5_tokenizer()
+    text_encoder = umt5_encoder(len(tokenizer), UMT5_SEED)
+    return WanPipeline(
+        scheduler=UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
+        ),
+        tokenizer=tokenizer,
+        text_encoder=text_encoder.eval(),  # just built it is in train mode (dropout), loaded it is not
+        vae=vae.eval(),
+        transformer=transformer(TRANSFORMER_SEED),
+        **options,
+    )
+
+
+def transformer(seed: int) -> WanTransformer3DModel:
+    with seeded(seed):
+        return WanTransformer3DModel(**TRANSFORMER).eval()
+
+
+def call_arguments() -> dict[str, Any]:
+    return {
+        "prompt": "a red circle moving left",
+        "height": 32,
+        "width": 32,
+        "num_frames": 5,
+        "num_inference_steps": 2,
+        "max_sequence_length": 16,
+    }

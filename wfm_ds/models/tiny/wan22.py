@@ -1,0 +1,18 @@
+"""Wan 2.2 A14B in miniature: two experts that share the work at sigma = 0.875."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers import WanPipeline
+
+from wfm_ds.models.tiny.parts.wan_vae import wan_vae
+from wfm_ds.models.tiny.wan21 import VAE_SEED, assemble, call_arguments, transformer
+
+TRANSFORMER_2_SEED = 5
+
+
+def build() -> tuple[WanPipeline, dict[str, Any]]:
+    """The pipeline, and the arguments of its call for a two-step video."""
+    low_noise = transformer(TRANSFORMER_2_SEED)
+    return assemble(wan_vae(VAE_SEED), transformer_2=low_noise, boundary_ratio=0.875), call_arguments()

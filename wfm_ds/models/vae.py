@@ -1,0 +1,38 @@
+"""VAEs with one interface: normalised latents out of pixels, and back. Their configs say what differs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+POSTERIOR_ATTRIBUTES = ("latent_dist", "latents", "latent")  # KL and Wan, AutoencoderTiny, AutoencoderDC
+
+
+def encode(vae: Any, pixels: Tensor) -> Tensor:
+    """Latents (z - shift) * scale of pixels in [-1, 1]. z is the posterior's mode: deterministic, can be cached."""
+    output = vae.encode(pixels)
+    posterior = next(getattr(output, name) for name in POSTERIOR_ATTRIBUTES if hasattr(output, name))
+    z: Tensor = posterior if isinstance(posterior, Tensor) else posterior.mode()
+    shift, scale = affine(vae)
+    return (z - shift) * scale
+
+
+def decode(vae: Any, latents: Tensor) -> Tensor:
+    """Pixels, roughly in [-1, 1], of normalised latents."""
+    shift, scale = affine(vae)
+    pixels: Tensor = vae.decode(latents / scale + shift, return_dict=False)[0]
+    return pixels
+
+
+def affine(vae: Any) -> tuple[Tensor | float, Tensor | float]:
+    """(shift, scale) of the latents. The VAEs of video families have a mean and a deviation for each channel, in their
+    config or (LTX-2) as buffers, here [1,C,1,1,1]; the others have two numbers, and one without a shift in its config
+    has 0."""
+    known = dict(vae.named_buffers(recurse=False)) | vae.config
+    mean, std = known.get("latents_mean"), known.get("latents_std")
+    if mean is None or std is None:
+        return float(vae.config.get("shift_factor") or 0.0), float(vae.config.scaling_factor)
+    mean, std = (torch.as_tensor(v, dtype=torch.float32, device=vae.device).view(1, -1, 1, 1, 1) for v in (mean, std))
+    return mean, 1 / std

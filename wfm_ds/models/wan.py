@@ -1,0 +1,148 @@
+"""Wan 2.1, Wan 2.2 A14B (two experts) and Wan 2.2 TI2V 5B (a time for each token): videos, UMT5 text, the Wan VAE."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import ftfy  # noqa: F401, the pipeline cleans prompts with it, and without a word does not where it is missing
+import torch
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from torch import Tensor, nn
+
+from wfm_ds.errors import ModelError
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.experts import Experts
+from wfm_ds.models.given import given_frames
+
+if TYPE_CHECKING:
+    from wfm_ds.types import Conditioning
+
+EXPERTS = ("transformer", "transformer_2")  # by stage: more noise first
+
+
+class Wan(DiffusionModel):
+    """The network's time is num_train_timesteps * sigma as a float, its output the velocity.
+
+    What tells the variants apart is in model_index.json: `boundary_ratio` splits the noise levels between two experts
+    (2.2 A14B), `expand_timesteps` is TI2V, whose first frame may be given.
+    """
+
+    family = "wan"
+    pipeline_classes = ("WanPipeline", "WanImageToVideoPipeline")
+    required_parts = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
+    conditioning_keys = frozenset({"prompt_embeds"})
+    default_lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
+    block_classes = (WanTransformerBlock,)
+    denoiser_parts: tuple[str, ...] = EXPERTS
+    video = True
+
+    def take_denoiser(self, pipeline: Any) -> nn.Module:
+        """Raises ModelError for networks that need an image as further channels or as embeddings, and for half a pair
+        of experts."""
+        self.boundary: float | None = pipeline.config.get("boundary_ratio")
+        self.time_per_token = bool(pipeline.config.get("expand_timesteps"))
+        networks = {name: part for name in EXPERTS if (part := getattr(pipeline, name, None)) is not None}
+        if (len(networks) == 2) != (self.boundary is not None):
+            raise ModelError(
+                f"{self.path}: transformer_2 and boundary_ratio belong together, its model_index.json has one of them; "
+                "use a whole pipeline"
+            )
+        for network in networks.values():
+            self.require_latents_only(network, pipeline.vae.config.z_dim)
+        self.denoiser_parts = tuple(networks)
+        if self.time_per_token:
+            self.conditional_frames = (0, 1)
+        return networks["transformer"] if self.boundary is None else Experts(networks)
+
+    def require_latents_only(self, network: Any, channels: int) -> None:
+        if network.config.in_channels != channels or network.config.image_dim is not None:
+            raise ModelError(
+                f"{self.path}: an image-to-video network ({network.config.in_channels} input channels, of which "
+                f"{channels} are latents) is not supported; use a text-to-video or a TI2V pipeline"
+            )
+
+    @property
+    def sigma_ranges(self) -> tuple[tuple[float, float], ...]:
+        """`transformer` denoises from boundary_ratio up, `transformer_2` below."""
+        return super().sigma_ranges if self.boundary is None else ((self.boundary, 1.0), (0.0, self.boundary))
+
+    @torch.no_grad()
+    def encode_text(self, prompts: Sequence[str]) -> Conditioning:
+        """prompt_embeds [B, max_sequence_length, text_dim]; rows past the prompt are 0. ValueError for no prompts."""
+        if isinstance(prompts, str) or not prompts:
+            raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
+        embeds, _ = self.pipeline.encode_prompt(
+            list(prompts),
+            device=self.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
+        )
+        return {"prompt_embeds": embeds}
+
+    def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, stage: int | None = None) -> Tensor:
+        """With two experts all of sigma must be of one stage; without `stage` it is read from the device."""
+        self.check_denoise(latents, sigma, conditioning)
+        if latents.ndim != 5:
+            raise ValueError(f"wan takes latents [B,C,T,h,w], got {list(latents.shape)}")
+        expert = self.checked_stage(sigma, stage)
+        frames = given_frames(conditioning)
+        visible = latents if frames is None else frames.enter(latents)
+        velocity: Tensor = self.denoiser(
+            hidden_states=visible.to(self.dtype),
+            timestep=self.network_time(sigma, latents.shape, None if frames is None else frames.mask),
+            encoder_hidden_states=conditioning["prompt_embeds"].to(self.dtype),
+            return_dict=False,
+            **({} if self.boundary is None else {"stage": expert}),
+        )[0].float()
+        return velocity if frames is None else frames.leave(velocity, latents, sigma)
+
+    def checked_stage(self, sigma: Tensor, stage: int | None) -> int:
+        """The stage of all of sigma; ValueError if they have several, or another one than `stage` (looked at on the
+        CPU only, elsewhere it would wait for the device)."""
+        count = len(self.sigma_ranges)
+        if stage is not None and not 0 <= stage < count:
+            raise ValueError(f"{self.path} has the stages 0 to {count - 1}, not {stage}")
+        if count == 1 or (stage is not None and sigma.device.type != "cpu"):
+            return stage or 0
+        found = {self.stage_of(level) for level in sigma.tolist()}
+        if found != {stage} and (stage is not None or len(found) > 1):
+            raise ValueError(f"one call serves one expert: sigma {sigma.tolist()} are of the stages {sorted(found)}")
+        return found.pop()
+
+    def network_time(self, sigma: Tensor, shape: Sequence[int], given_mask: Tensor | None) -> Tensor:
+        """[B] float32; one for each token, [B, tokens], where the model takes that: 0 on given frames."""
+        time_B: Tensor = sigma * self.pipeline.scheduler.config.num_train_timesteps
+        if not self.time_per_token:
+            return time_B
+        time_BT = time_B[:, None].expand(-1, shape[2])
+        if given_mask is not None:
+            time_BT = (1 - given_mask.view(len(sigma), -1)) * time_BT
+        return time_BT.repeat_interleave(self.num_tokens(shape[1:]) // shape[2], dim=1)
+
+    def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
+        """(C, (F-1)/4+1, H/f, W/f). Patches limit the multiple, the table of positions the size."""
+        _, *patch = self.config.patch_size
+        factor, factor_t = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
+        positions = self.config.rope_max_seq_len
+        for name, size, side in (("height", height, patch[0]), ("width", width, patch[1])):
+            multiple = factor * side
+            if size % multiple or not 0 < size <= multiple * positions:
+                raise ValueError(
+                    f"{name} must be a multiple of {multiple}, from {multiple} to {multiple * positions}, got {size}"
+                )
+        most = factor_t * (positions - 1) + 1
+        if (num_frames - 1) % factor_t or not 0 < num_frames <= most:
+            raise ValueError(
+                f"num_frames must be {factor_t} * k + 1 (1, {factor_t + 1}, {2 * factor_t + 1}, ...), at most {most}, "
+                f"got {num_frames}"
+            )
+        return (self.config.in_channels, (num_frames - 1) // factor_t + 1, height // factor, width // factor)
+
+    def num_tokens(self, shape: Sequence[int]) -> int:
+        _, frames, h, w = shape
+        patch_t, patch_h, patch_w = self.config.patch_size
+        return int((frames // patch_t) * (h // patch_h) * (w // patch_w))
+
+    def pipeline_call(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
+        return {**super().pipeline_call(w, height, width, num_frames), "num_frames": num_frames}

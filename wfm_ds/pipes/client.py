@@ -1,0 +1,316 @@
+"""A client's side: submit tasks, take their outcomes. One thread talks to the hub; nothing here blocks on a socket.
+
+The client is the source of truth: it repeats a submission until it is accepted, and submits everything unfinished again
+when the hub has been restarted. Every task ends in exactly one Outcome, or is cancelled.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from wfm_ds.pipes import wire
+from wfm_ds.pipes.messages import HUB_TO_CLIENT
+from wfm_ds.pipes.sockets import Dealer, Full, Mailbox, PipeError, check_endpoint
+from wfm_ds.pipes.wire import Array, Buffer, TensorSpec, WireError
+
+log = logging.getLogger(__name__)
+
+POLL_MS = 100
+ATTACH_S = 0.1  # between attempts to attach, and to find the hub's new address
+SINCE_S = 2.0  # between signs of life
+RESUBMIT_S = 2.0  # until accepted
+FULL_S = 1.0  # before a full hub is asked again
+MAX_IN_FLIGHT = 4  # submissions sent and not accepted: the rest waits here, not in a socket
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRequest:
+    """Rows [start, stop) of a submission for one worker of `kind`. Equal id = equal work."""
+
+    id: str
+    kind: str
+    start: int
+    stop: int
+    deadline_s: float  # on time.monotonic; the hub gives up after it
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a task ended: `meta` is what the worker returned, or `reason` says why there is nothing."""
+
+    id: str
+    ok: bool
+    seconds: float
+    meta: Mapping[str, Any]
+    reason: str
+
+
+@dataclass(slots=True)
+class _Submission:
+    rows: Sequence[Mapping[str, Any]]
+    specs: list[TensorSpec]
+    frames: list[Buffer]
+    open: dict[str, TaskRequest]  # without an outcome
+    unaccepted: set[str] = field(default_factory=set)
+    retry_at_s: float = float("-inf")
+
+    def encode(self, mid: int, now_s: float) -> bytes:
+        tasks = [
+            {"id": t.id, "kind": t.kind, "start": t.start, "stop": t.stop, "deadline_s": max(0.0, t.deadline_s - now_s)}
+            for t in self.open.values()
+            if t.id in self.unaccepted
+        ]
+        return wire.encode("submit", mid, {"rows": list(self.rows), "tasks": tasks}, self.specs)
+
+
+class PipeClient:
+    """One submitter. The methods are for one thread of the caller, other than `close`, which any may call."""
+
+    def __init__(self, endpoint: str, *, run: str, client: str) -> None:
+        """`endpoint`: ipc://, tcp:// or the path of a pipes.json, which is read again when the hub is lost.
+
+        (run, client) names the submitter; a later one of that name replaces an earlier one. Raises PipeError for an
+        address that is not allowed.
+        """
+        self.endpoint = endpoint if "://" not in endpoint else check_endpoint(endpoint)
+        self.kinds: dict[str, dict[str, Any]] = {}  # what the hub offers, once attached
+        self._identity = {"run": run, "client": client, "epoch": time.time_ns()}
+        self._commands: Mailbox[Callable[[], None]] = Mailbox()
+        self._changed = threading.Condition()
+        self._outcomes: list[Outcome] = []
+        self._stopping = False
+        self._silent_s = 0.0
+        self._trouble = "it has not been tried yet"
+        # Owned by the talking thread:
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._dealer: Dealer | None = None
+        self._session = ""  # while attached
+        self._last_session = ""
+        self._seq = 0
+        self._heard_at_s = time.monotonic()
+        self._mids = itertools.count(1)
+        self._submissions: list[_Submission] = []
+        self._where: dict[str, _Submission] = {}
+        self._attach_at_s = self._since_at_s = float("-inf")
+        self._thread = threading.Thread(target=self._talk, name="pipes", daemon=True)
+        self._thread.start()
+
+    def attach(self, timeout_s: float) -> None:
+        """Wait until the hub has answered once; `kinds` is set then. Raises PipeError with what is known."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._last_session, timeout_s):
+                raise PipeError(f"no answer within {timeout_s:g} s: {self._trouble}")
+
+    def submit(
+        self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[tuple[str, Array]], tasks: Sequence[TaskRequest]
+    ) -> None:
+        """Queue tasks over these rows (one tensor each, or none) and return at once.
+
+        The arrays must not change until the tasks have ended. Raises WireError if they do not fit one message.
+        """
+        specs, frames = wire.pack_tensors(tensors)
+        by_id = {task.id: task for task in tasks}
+        submission = _Submission(rows, specs, list(itertools.chain(*frames)), by_id, set(by_id))
+        submission.encode(0, time.monotonic())
+        self._commands.put(lambda: self._add(submission))
+
+    def take(self, timeout_s: float) -> list[Outcome]:
+        """Outcomes since the last call; waits up to timeout_s for the first."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._outcomes, max(0.0, timeout_s))
+            taken, self._outcomes = self._outcomes, []
+        return taken
+
+    def cancel(self, ids: Iterable[str]) -> None:
+        """Nobody waits for these any more; they get no outcome (one may be on its way already)."""
+        wanted = list(ids)
+        if wanted:
+            self._commands.put(lambda: self._cancel(wanted))
+
+    def silent_s(self) -> float:
+        """How long the hub has not been heard of, judged after everything that arrived was read."""
+        return self._silent_s
+
+    def trouble(self) -> str:
+        """What is wrong while the hub is silent."""
+        return self._trouble
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Cancel what is open and leave."""
+        self._commands.put(self._leave)
+        self._thread.join(timeout_s)
+
+    # The talking thread
+
+    def _talk(self) -> None:
+        try:
+            while not self._stopping:
+                self._wait()
+                for command in self._commands.take():
+                    command()
+                while self._dealer is not None and (frames := self._dealer.receive()) is not None:
+                    self._from_hub(frames)
+                now_s = time.monotonic()
+                self._silent_s = now_s - self._heard_at_s
+                if not self._session:
+                    self._try_to_attach(now_s)
+                else:
+                    self._keep_in_touch(now_s)
+        finally:
+            if self._dealer is not None:
+                self._dealer.close()
+            self._context.term()  # bounded by the socket's linger
+            self._commands.close()
+
+    def _wait(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._commands.fileno(), zmq.POLLIN)
+        if self._dealer is not None:
+            poller.register(self._dealer.socket, zmq.POLLIN)
+        poller.poll(POLL_MS)
+
+    def _try_to_attach(self, now_s: float) -> None:
+        if now_s - self._attach_at_s < ATTACH_S:
+            return
+        self._attach_at_s = now_s
+        try:
+            endpoint = locate(self.endpoint)
+        except PipeError as error:
+            self._trouble = str(error)
+            return
+        if self._dealer is None or self._dealer.endpoint != endpoint:
+            if self._dealer is not None:
+                self._dealer.close()
+            self._dealer = Dealer(self._context, endpoint)
+        listens = self._send("attach", self._identity)
+        self._trouble = f"{endpoint} does not answer" if listens else f"nobody listens at {endpoint}"
+
+    def _keep_in_touch(self, now_s: float) -> None:
+        in_flight = 0
+        for submission in self._submissions:
+            if not submission.unaccepted:
+                continue
+            if now_s >= submission.retry_at_s:
+                header = submission.encode(next(self._mids), now_s)
+                if not self._send_frames(header, submission.frames):
+                    return
+                submission.retry_at_s = now_s + RESUBMIT_S
+            in_flight += 1
+            if in_flight >= MAX_IN_FLIGHT:
+                break
+        if now_s - self._since_at_s > SINCE_S and self._send("since", {"seq": self._seq}):
+            self._since_at_s = now_s
+
+    def _from_hub(self, frames: list[zmq.Frame]) -> None:
+        try:
+            message = wire.decode([frame.buffer for frame in frames], HUB_TO_CLIENT)
+        except WireError as error:
+            log.warning("dropped a message of the hub: %s", error)
+            return
+        self._heard_at_s = time.monotonic()
+        fields = message.fields
+        if message.type == "attached":
+            self._attached(fields)
+        elif message.type == "who":
+            self._session = ""
+        elif message.type == "accepted":
+            self._accepted(fields)
+        elif message.type == "finished":
+            for item in fields["items"]:
+                self._seq = max(self._seq, item["seq"])  # no gaps: in order on one connection, from the start on a new
+                self._finish(Outcome(item["id"], item["ok"], item["seconds"], item["meta"], item["reason"]))
+            if fields["items"]:
+                self._since_at_s = float("-inf")  # acknowledged at once: a hub that stops waits for it
+        else:
+            self._trouble = fields["why"]
+            log.warning("the hub rejected a message: %s", fields["why"])
+
+    def _attached(self, fields: Mapping[str, Any]) -> None:
+        self._session = fields["session"]
+        if self._session != self._last_session:  # the hub is new, or has forgotten us
+            self._seq = 0
+            for submission in self._submissions:
+                submission.unaccepted = set(submission.open)
+                submission.retry_at_s = float("-inf")
+        with self._changed:
+            self.kinds, self._last_session = fields["kinds"], self._session
+            self._changed.notify_all()
+
+    def _accepted(self, fields: Mapping[str, Any]) -> None:
+        for task_id in (*fields["ids"], *fields["known"]):
+            if task_id in self._where:
+                self._where[task_id].unaccepted.discard(task_id)
+        for task_id, why in fields["refused"]:
+            if why == "full" and task_id in self._where:
+                self._where[task_id].retry_at_s = time.monotonic() + FULL_S
+            elif task_id in self._where:
+                self._finish(Outcome(task_id, False, 0.0, {}, f"refused: {why}"))
+
+    def _add(self, submission: _Submission) -> None:
+        self._submissions.append(submission)
+        self._where.update(dict.fromkeys(submission.open, submission))
+
+    def _finish(self, outcome: Outcome) -> None:
+        if self._drop(outcome.id):  # else a repetition
+            with self._changed:
+                self._outcomes.append(outcome)
+                self._changed.notify_all()
+
+    def _drop(self, task_id: str) -> bool:
+        submission = self._where.pop(task_id, None)
+        if submission is None:
+            return False
+        del submission.open[task_id]
+        submission.unaccepted.discard(task_id)
+        if not submission.open:
+            self._submissions.remove(submission)
+        return True
+
+    def _cancel(self, ids: Iterable[str]) -> None:
+        known = [task_id for task_id in ids if self._drop(task_id)]
+        for at in range(0, len(known), 100):
+            self._send("cancel", {"ids": known[at : at + 100], "why": "nobody waits for it"})
+
+    def _leave(self) -> None:
+        self._cancel(list(self._where))
+        self._send("since", {"seq": self._seq})
+        self._stopping = True
+
+    def _send(self, message_type: str, fields: Mapping[str, Any]) -> bool:
+        return self._send_frames(wire.encode(message_type, next(self._mids), fields))
+
+    def _send_frames(self, header: bytes, payload: Sequence[Buffer] = ()) -> bool:
+        """Whether a hub is there to take it. If not, attach again: it may be another one when it is back."""
+        try:
+            if self._dealer is not None:
+                self._dealer.send(header, payload)
+                return True
+        except Full:
+            self._session = ""
+        return False
+
+
+def locate(endpoint: str) -> str:
+    """The address for clients: `endpoint` itself, or what the pipes.json of that path says. Raises PipeError."""
+    if "://" in endpoint:
+        return check_endpoint(endpoint)
+    try:
+        content = json.loads(Path(endpoint).read_text())
+    except FileNotFoundError as error:
+        raise PipeError(f"{endpoint} does not exist; the service writes it when it is ready") from error
+    except (OSError, ValueError) as error:
+        raise PipeError(f"{endpoint} cannot be read: {error}") from error
+    address = content.get("clients") if isinstance(content, dict) else None
+    if not isinstance(address, str):
+        raise PipeError(f"{endpoint} does not say where `clients` connect")
+    return check_endpoint(address)

@@ -1,0 +1,371 @@
+"""Two ROUTERs around a ledger, in a thread of its own: clients submit, workers are leased tasks, clients get results.
+
+The hub holds everything in memory. After a crash the clients submit again what they have not seen finished: the
+submitter is the one source of truth. Payload frames are kept as received and forwarded; the hub never opens them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+import uuid
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from wfm_ds.pipes import wire
+from wfm_ds.pipes.ledger import Admission, Completion, Grant, Ledger, Refused, Task
+from wfm_ds.pipes.messages import CLIENT_TO_HUB, META_BYTES, REASON_CHARS, WORKER_TO_HUB
+from wfm_ds.pipes.sockets import Full, Mailbox, Router, Unreachable
+from wfm_ds.pipes.wire import HEADER_BYTES, Message, TensorSpec, WireError
+
+log = logging.getLogger(__name__)
+
+TICK_MS = 200  # the resolution of stalls and deadlines
+BEAT_S = 2.0
+SILENT_CLIENT_S = 300.0  # then its tasks are dropped
+MESSAGES_PER_TURN = 256  # of one socket, so that neither starves the other
+FINISHED_BYTES = HEADER_BYTES - 4096
+ANSWERS_PER_MESSAGE = 100  # an id and a reason each: they fit a header
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What the hub needs to know of a kind of task, and what it tells clients of it."""
+
+    stall_s: float  # a lease without progress for this long is given to another worker
+    info: Mapping[str, Any]  # plain values, for `attached`
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    rows: list[dict[str, Any]]
+    specs: tuple[TensorSpec, ...]
+    frames: tuple[zmq.Frame, ...]
+
+
+@dataclass(slots=True)
+class _Client:
+    epoch: int
+    route: bytes
+    seen_at_s: float
+    session: str = field(default_factory=lambda: uuid.uuid4().hex)  # as long as the hub remembers it
+    notified: int = 0  # the last completion sent
+
+
+class Hub:
+    """Bind in the constructor, serve between `start` and `stop`. All public methods may be called from any thread."""
+
+    def __init__(
+        self,
+        *,
+        clients: str,
+        workers: str,
+        kinds: Mapping[str, Kind],
+        max_waiting: int = 20000,
+        max_bytes: int = 2**32,
+    ) -> None:
+        """Endpoints may end in port 0 or *. Raises PipeError if one cannot be bound."""
+        self.id = uuid.uuid4().hex
+        self.kinds = dict(kinds)
+        self.rejected: Counter[str] = Counter()
+        self.error: Exception | None = None
+        self._ledger = Ledger(
+            {name: kind.stall_s for name, kind in kinds.items()}, max_waiting=max_waiting, max_bytes=max_bytes
+        )
+        self._commands: Mailbox[Callable[[], None]] = Mailbox()
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._routers: list[Router] = []
+        try:
+            self._clients = self._bound(clients)
+            self._workers = self._bound(workers)
+        except Exception:
+            self._close()
+            raise
+        self._mids = itertools.count(1)
+        self._owner_of: dict[bytes, str] = {}
+        self._attached: dict[str, _Client] = {}
+        self._worker_of: dict[bytes, str] = {}
+        self._worker_route: dict[str, bytes] = {}
+        self._outboxes: dict[str, deque[tuple[bytes, tuple[zmq.Frame, ...]]]] = {}  # tasks that a full pipe refused
+        self._stop_at_s: float | None = None
+        self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
+
+    @property
+    def client_endpoint(self) -> str:
+        return self._clients.endpoint
+
+    @property
+    def worker_endpoint(self) -> str:
+        return self._workers.endpoint
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def alive(self) -> bool:
+        """False once it stopped, or died of `error`."""
+        return self._thread.is_alive()
+
+    def worker_lost(self, worker: str, why: str) -> None:
+        """Its supervisor saw the process end: requeue what it held, now."""
+        self._commands.put(lambda: self._lose_worker(worker, why))
+
+    def kind_down(self, kind: str, why: str) -> None:
+        """Its supervisor gave up: fail its tasks at once."""
+        self._commands.put(lambda: self._ledger.kind_down(kind, why))
+
+    def stop(self, drain_s: float) -> None:
+        """Lease nothing more, wait up to drain_s until what is leased has finished and the clients have it, close.
+
+        A message sent is not one received: zmq drops what a client has not read when the connection goes away.
+        Returns when the sockets are closed.
+        """
+        self._commands.put(lambda: self._begin_stop(drain_s))
+        self._thread.join(drain_s + 10)
+
+    # The thread
+
+    def _bound(self, endpoint: str) -> Router:
+        router = Router(self._context, endpoint)
+        self._routers.append(router)
+        return router
+
+    def _run(self) -> None:
+        try:
+            poller = zmq.Poller()
+            for readable in (self._clients.socket, self._workers.socket, self._commands.fileno()):
+                poller.register(readable, zmq.POLLIN)
+            while not self._done():
+                poller.poll(TICK_MS)
+                self._turn(time.monotonic())
+        except Exception as error:  # the border of the thread: whoever owns the hub reads `error`
+            log.exception("the hub failed")
+            self.error = error
+        finally:
+            self._close()
+
+    def _turn(self, now_s: float) -> None:
+        self._receive(self._workers, WORKER_TO_HUB, self._from_worker, now_s)  # before "lost": a last result counts
+        for command in self._commands.take():
+            command()
+        self._receive(self._clients, CLIENT_TO_HUB, self._from_client, now_s)
+        for worker, task_id in self._ledger.expire(now_s):
+            log.warning("task %s stalled in worker %s", task_id, worker)
+            self._to_worker(worker, "cancel", {"ids": [task_id], "why": "stalled"})
+        for owner in [o for o, client in self._attached.items() if now_s - client.seen_at_s > SILENT_CLIENT_S]:
+            self._forget(owner)
+        for grant in self._ledger.lease(now_s):
+            self._queue_task(grant)
+        for worker in list(self._outboxes):
+            self._flush(worker)
+        for owner, client in self._attached.items():
+            self._notify(owner, client)
+
+    def _done(self) -> bool:
+        if self._stop_at_s is None:
+            return False
+        busy = self._ledger.has_leases() or self._ledger.has_completions()
+        return not busy or time.monotonic() > self._stop_at_s
+
+    def _begin_stop(self, drain_s: float) -> None:
+        self._ledger.leasing = False
+        self._stop_at_s = time.monotonic() + drain_s
+
+    def _close(self) -> None:
+        for router in self._routers:
+            router.close()
+        self._commands.close()
+        self._context.term()  # bounded by the sockets' linger
+        for router in self._routers:
+            router.release()
+
+    def _receive(
+        self,
+        router: Router,
+        expected: frozenset[str],
+        handle: Callable[[bytes, Message, list[zmq.Frame], float], None],
+        now_s: float,
+    ) -> None:
+        for _ in range(MESSAGES_PER_TURN):
+            received = router.receive()
+            if received is None:
+                return
+            route, frames = received
+            try:
+                message = wire.decode([frame.buffer for frame in frames], expected)
+                handle(route, message, frames[1:], now_s)
+            except WireError as error:
+                self.rejected[router.endpoint] += 1
+                log.warning("dropped a message at %s: %s", router.endpoint, error)
+                self._send(router, route, "reject", {"about": 0, "why": str(error)[:REASON_CHARS]})
+
+    def _send(self, router: Router, route: bytes, message_type: str, fields: Mapping[str, Any]) -> bool:
+        """Whether it went out. Everything sent this way is repeated by the protocol if it gets lost."""
+        try:
+            router.send(route, wire.encode(message_type, next(self._mids), fields))
+        except (Unreachable, Full):
+            return False
+        return True
+
+    # Workers
+
+    def _from_worker(self, route: bytes, message: Message, payload: list[zmq.Frame], now_s: float) -> None:
+        fields = message.fields
+        if message.type == "hello":
+            self._hello(route, fields)
+            return
+        worker = self._worker_of.get(route)
+        if worker is None or not self._ledger.knows_worker(worker):
+            self._send(self._workers, route, "who", {})
+        elif message.type == "beat":
+            for task_id, attempt, done, _ in fields["progress"]:
+                self._ledger.progress(worker, task_id, attempt, done, now_s)
+        elif message.type == "result":
+            size = wire.packed_size(fields["meta"])
+            if size > META_BYTES:
+                reason = f"a result of {size} bytes, {META_BYTES} are allowed"
+                self._ledger.failed(worker, fields["id"], reason, fatal=True)
+            else:
+                self._ledger.result(worker, fields["id"], fields["attempt"], fields["seconds"], fields["meta"])
+            self._send(self._workers, route, "ack", {"ids": [fields["id"]]})
+        else:
+            log.warning("worker %s failed at %s: %s\n%s", worker, fields["id"], fields["reason"], fields["detail"])
+            self._ledger.failed(worker, fields["id"], fields["reason"], fields["fatal"])
+            self._send(self._workers, route, "ack", {"ids": [fields["id"]]})
+
+    def _hello(self, route: bytes, fields: Mapping[str, Any]) -> None:
+        worker = fields["worker"]
+        if self._worker_route.get(worker) != route:  # a repeated hello of one route says nothing about what is lost
+            self._worker_of.pop(self._worker_route.get(worker, b""), None)
+            self._worker_route[worker], self._worker_of[route] = route, worker
+            self._outboxes[worker] = deque()
+            self._ledger.worker_up(worker, frozenset(fields["kinds"]), fields["credit"], fields["held"])
+        self._send(self._workers, route, "welcome", {"hub": self.id, "beat_s": BEAT_S})
+
+    def _lose_worker(self, worker: str, why: str) -> None:
+        self._worker_of.pop(self._worker_route.pop(worker, b""), None)
+        self._outboxes.pop(worker, None)
+        for task_id in self._ledger.worker_lost(worker, why):
+            log.warning("task %s was with a worker that is lost: %s", task_id, why)
+
+    def _to_worker(self, worker: str, message_type: str, fields: Mapping[str, Any]) -> None:
+        route = self._worker_route.get(worker)
+        if route is not None:
+            self._send(self._workers, route, message_type, fields)
+
+    def _queue_task(self, grant: Grant) -> None:
+        work: _Work = grant.task.payload
+        fields = {"id": grant.task.id, "attempt": grant.attempt, "kind": grant.task.kind, "rows": work.rows}
+        header = wire.encode("task", next(self._mids), fields, work.specs)
+        self._outboxes[grant.worker].append((header, work.frames))
+
+    def _flush(self, worker: str) -> None:
+        outbox = self._outboxes[worker]
+        while outbox:
+            header, frames = outbox[0]
+            try:
+                self._workers.send(self._worker_route[worker], header, frames)
+            except Full:
+                return
+            except Unreachable:
+                self._lose_worker(worker, "the connection was lost")
+                return
+            outbox.popleft()
+
+    # Clients
+
+    def _from_client(self, route: bytes, message: Message, payload: list[zmq.Frame], now_s: float) -> None:
+        fields = message.fields
+        if message.type == "attach":
+            self._attach(route, message.mid, fields, now_s)
+            return
+        owner = self._owner_of.get(route)
+        if owner is None:
+            self._send(self._clients, route, "who", {})
+            return
+        self._attached[owner].seen_at_s = now_s
+        if message.type == "submit":
+            self._submit(route, owner, message, payload, now_s)
+        elif message.type == "since":
+            self._ledger.release(owner, fields["seq"])
+            self._attached[owner].notified = fields["seq"]
+            if not self._ledger.completions(owner, fields["seq"]):
+                self._send(self._clients, route, "finished", {"items": []})  # a sign of life
+        else:
+            self._cancel_running(self._ledger.cancel(owner, fields["ids"]), fields["why"])
+
+    def _attach(self, route: bytes, mid: int, fields: Mapping[str, Any], now_s: float) -> None:
+        owner = f"{fields['run']}/{fields['client']}"
+        client = self._attached.get(owner)
+        if client is not None and fields["epoch"] < client.epoch:
+            why = f"a newer client {owner} is attached"
+            self._send(self._clients, route, "reject", {"about": mid, "why": why[:REASON_CHARS]})
+            return
+        if client is None or fields["epoch"] > client.epoch:
+            self._forget(owner)  # ids return after a resume, perhaps with other media
+            client = self._attached[owner] = _Client(fields["epoch"], route, now_s)
+        self._owner_of.pop(client.route, None)
+        self._owner_of[route] = owner
+        client.route, client.seen_at_s = route, now_s
+        client.notified = 0  # what was sent to its old route may be lost
+        kinds = {name: dict(kind.info) for name, kind in self.kinds.items()}
+        self._send(self._clients, route, "attached", {"session": client.session, "kinds": kinds})
+
+    def _forget(self, owner: str) -> None:
+        self._cancel_running(self._ledger.forget(owner), "its client left")
+        client = self._attached.pop(owner, None)
+        if client is not None:
+            self._owner_of.pop(client.route, None)
+
+    def _cancel_running(self, running: Iterable[tuple[str, str]], why: str) -> None:
+        for worker, task_id in running:
+            self._to_worker(worker, "cancel", {"ids": [task_id], "why": why})
+
+    def _submit(self, route: bytes, owner: str, message: Message, payload: list[zmq.Frame], now_s: float) -> None:
+        rows, tasks = message.fields["rows"], message.fields["tasks"]
+        if len(message.specs) not in (0, len(rows)) or not all(t["start"] < t["stop"] <= len(rows) for t in tasks):
+            raise WireError("submit: its tasks, rows and tensors do not belong together")
+        answers: list[tuple[str, str | list[str]]] = []
+        frame_at = [0, *itertools.accumulate(spec.num_frames for spec in message.specs)]
+        for fields in tasks:
+            part = slice(fields["start"], fields["stop"])
+            specs = message.specs[part]
+            frames = payload[frame_at[part.start] : frame_at[part.stop]] if specs else []
+            work = _Work(rows[part], specs, tuple(frames))
+            num_bytes = sum(spec.nbytes for spec in specs)
+            task = Task(fields["id"], owner, fields["kind"], num_bytes, now_s + fields["deadline_s"], work)
+            try:
+                admission = self._ledger.submit(task)
+                answers.append(("ids" if admission is Admission.NEW else "known", task.id))
+            except Refused as error:
+                answers.append(("refused", [task.id, str(error)]))
+        for at in range(0, len(answers), ANSWERS_PER_MESSAGE):
+            some = answers[at : at + ANSWERS_PER_MESSAGE]
+            lists = {key: [a for k, a in some if k == key] for key in ("ids", "known", "refused")}
+            self._send(self._clients, route, "accepted", lists)
+
+    def _notify(self, owner: str, client: _Client) -> None:
+        """Send what has finished since the last time. A lost message is repeated when the client says `since`."""
+        items = self._ledger.completions(owner, client.notified)
+        while items:
+            batch: list[dict[str, Any]] = []
+            size = 0
+            for item in items:
+                fields = _completion_fields(item)
+                size += wire.packed_size(fields)
+                if batch and size > FINISHED_BYTES:
+                    break
+                batch.append(fields)
+            if not self._send(self._clients, client.route, "finished", {"items": batch}):
+                return
+            client.notified = batch[-1]["seq"]
+            items = items[len(batch) :]
+
+
+def _completion_fields(item: Completion) -> dict[str, Any]:
+    return {name: getattr(item, name) for name in Completion.__slots__}

@@ -1,0 +1,412 @@
+"""Who works on what: leases, credit, attempts, duplicates. A pure state machine: no clock, no socket, no log.
+
+    WAITING --lease--> LEASED --result--> DONE --release--> gone (its id is remembered)
+       ^                 |  `--failed for good, or attempts used up--> QUARANTINED --release--> gone
+       `----requeue------'      cancel: gone from any state; kind_down, deadline: QUARANTINED
+
+A *lease* outlives its task's interest in it: when the task is finished elsewhere, cancelled or requeued, the lease is
+*void* but keeps its place in the worker's credit until the worker reports, or is lost. So a worker that hangs is never
+given more. The first result of a task wins, whoever brings it; every other one is recognised and ignored.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+from typing import Any
+
+MAX_ATTEMPTS = 3
+MAX_REMEMBERED = 65536  # ids of finished work, for each owner
+
+
+class State(Enum):
+    WAITING = auto()
+    LEASED = auto()
+    DONE = auto()
+    QUARANTINED = auto()
+
+
+class Admission(Enum):
+    NEW = auto()
+    KNOWN = auto()
+
+
+class Verdict(Enum):
+    ACCEPTED = auto()
+    LATE = auto()  # accepted from a lease that had expired
+    DUPLICATE = auto()  # the task is finished, or gone
+    UNKNOWN = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    id: str
+    owner: str  # who submitted it; completions and their numbers belong to the owner
+    kind: str
+    num_bytes: int  # of its payload, for the limit on what is held
+    deadline_s: float  # on the ledger's clock
+    payload: Any = None  # opaque; dropped when the task is finished
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    worker: str
+    task: Task
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    seq: int
+    id: str
+    ok: bool
+    worker: str
+    attempt: int
+    seconds: float
+    meta: Mapping[str, Any]
+    reason: str
+
+
+@dataclass(slots=True)
+class _Entry:
+    task: Task
+    order: int  # kept for life: a requeued task is leased before younger ones
+    state: State = State.WAITING
+    attempt: int = 0
+    worker: str | None = None
+    tried: set[str] = field(default_factory=set)
+    reasons: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Lease:
+    attempt: int
+    stall_s: float
+    progress_at_s: float
+    done: int = 0
+    void: bool = False
+    stalled: bool = False  # and said so
+
+
+@dataclass(slots=True)
+class _Worker:
+    kinds: frozenset[str]
+    credit: int
+    leases: dict[str, _Lease] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Owner:
+    last_seq: int = 0
+    completions: dict[str, Completion] = field(default_factory=dict)  # by task id, in order of seq
+    gone: dict[str, None] = field(default_factory=dict)  # an ordered set
+
+
+class Refused(ValueError):
+    """A task cannot be taken; the message says why. One that begins with "full" may be offered again."""
+
+
+class Ledger:
+    """All times are seconds on one monotonic clock of the caller."""
+
+    def __init__(self, stall_s: Mapping[str, float], *, max_waiting: int, max_bytes: int) -> None:
+        """`stall_s`: by kind, how long a lease may go without progress. These are the kinds that can be submitted."""
+        self.stall_s = dict(stall_s)
+        self.max_waiting = max_waiting
+        self.max_bytes = max_bytes
+        self.leasing = True  # False while draining
+        self.counts: Counter[str] = Counter()
+        self.held_bytes = 0
+        self._entries: dict[str, _Entry] = {}
+        self._waiting: dict[str, list[tuple[int, str]]] = {kind: [] for kind in stall_s}  # heaps, cleaned when read
+        self._num_waiting = 0
+        self._workers: dict[str, _Worker] = {}
+        self._owners: dict[str, _Owner] = {}
+        self._down: dict[str, str] = {}
+        self._order = 0
+
+    # Submitters
+
+    def submit(self, task: Task) -> Admission:
+        """Idempotent. Raises Refused for an undeclared kind, somebody else's id, or when full."""
+        entry, owner = self._entries.get(task.id), self._owners.setdefault(task.owner, _Owner())
+        if entry is not None and entry.task.owner != task.owner:
+            raise Refused("this id belongs to another client")
+        if entry is not None or task.id in owner.gone:
+            return Admission.KNOWN
+        if task.kind not in self.stall_s:
+            raise Refused(f"no worker does {task.kind}; known are {', '.join(sorted(self.stall_s))}"[:300])
+        if task.num_bytes > self.max_bytes:
+            raise Refused(f"{task.num_bytes} bytes, this hub holds {self.max_bytes} at most")
+        if self._num_waiting >= self.max_waiting or self.held_bytes + task.num_bytes > self.max_bytes:
+            raise Refused("full")
+        self._order += 1
+        self._entries[task.id] = _Entry(task, self._order)
+        self.held_bytes += task.num_bytes
+        self.counts["submitted"] += 1
+        self._enqueue(self._entries[task.id])
+        if task.kind in self._down:
+            self._finish(self._entries[task.id], State.QUARANTINED, reason=self._down[task.kind])
+        return Admission.NEW
+
+    def completions(self, owner: str, after_seq: int) -> list[Completion]:
+        """What has finished and is not released yet, oldest first."""
+        known = self._owners.get(owner)
+        return [c for c in known.completions.values() if c.seq > after_seq] if known else []
+
+    def release(self, owner: str, up_to_seq: int) -> None:
+        """The submitter has these completions: forget all but their ids."""
+        known = self._owners.get(owner)
+        for completion in list(known.completions.values()) if known else []:
+            if completion.seq > up_to_seq:
+                break
+            self._remove(self._entries[completion.id], "released")
+
+    def cancel(self, owner: str, ids: Iterable[str]) -> list[tuple[str, str]]:
+        """Drop tasks that nobody waits for. Returns (worker, id) of those being worked on; unknown ids are ignored."""
+        running = []
+        for task_id in ids:
+            entry = self._entries.get(task_id)
+            if entry is not None and entry.task.owner == owner:
+                if entry.worker is not None:
+                    running.append((entry.worker, task_id))
+                self._remove(entry, "cancelled" if entry.state in (State.WAITING, State.LEASED) else "released")
+        return running
+
+    def forget(self, owner: str) -> list[tuple[str, str]]:
+        """Everything of a submitter that left or started anew, remembered ids too."""
+        ids = [entry.task.id for entry in self._entries.values() if entry.task.owner == owner]
+        running = self.cancel(owner, ids)
+        self._owners.pop(owner, None)
+        return running
+
+    def kind_down(self, kind: str, why: str) -> None:
+        """Nobody will do this kind: what waits and what comes fails at once, by name."""
+        self._down[kind] = why
+        for entry in [e for e in self._entries.values() if e.task.kind == kind and e.state is State.WAITING]:
+            self._finish(entry, State.QUARANTINED, reason=why)
+
+    # Workers
+
+    def worker_up(self, worker: str, kinds: frozenset[str], credit: int, held: Iterable[str]) -> None:
+        """A worker said hello, perhaps again: leases on what it does not hold were lost on the way, and requeue."""
+        known = self._workers.setdefault(worker, _Worker(kinds, credit))
+        known.kinds, known.credit = kinds, credit
+        for task_id in known.leases.keys() - set(held):
+            self._drop_lease(worker, task_id, "its task did not arrive")
+
+    def lease(self, now_s: float) -> list[Grant]:
+        """Hand out what waits, oldest first within a kind, as far as credit goes; prefers a worker not tried yet."""
+        grants = []
+        for kind in self._waiting if self.leasing else ():
+            while (entry := self._oldest_waiting(kind)) and (worker := self._free_worker(entry)):
+                heapq.heappop(self._waiting[kind])
+                entry.state, entry.worker = State.LEASED, worker
+                entry.attempt += 1
+                entry.tried.add(worker)
+                self._num_waiting -= 1
+                self._workers[worker].leases[entry.task.id] = _Lease(entry.attempt, self.stall_s[kind], now_s)
+                grants.append(Grant(worker, entry.task, entry.attempt))
+        return grants
+
+    def progress(self, worker: str, task_id: str, attempt: int, done: int, now_s: float) -> None:
+        """`done` larger than before renews the lease; equal `done` renews nothing: a thread may answer in a hang."""
+        known = self._workers.get(worker)
+        lease = known.leases.get(task_id) if known else None
+        if lease is not None and lease.attempt == attempt and done > lease.done:
+            lease.done, lease.progress_at_s = done, now_s
+
+    def result(self, worker: str, task_id: str, attempt: int, seconds: float, meta: Mapping[str, Any]) -> Verdict:
+        """Whatever the verdict, the worker may forget its copy."""
+        current = self._take_lease(worker, task_id)
+        entry = self._entries.get(task_id)
+        if entry is None:
+            gone = any(task_id in owner.gone for owner in self._owners.values())
+            return self._count(Verdict.DUPLICATE if gone else Verdict.UNKNOWN)
+        if entry.state in (State.DONE, State.QUARANTINED):
+            return self._count(Verdict.DUPLICATE)
+        self._finish(entry, State.DONE, worker=worker, seconds=seconds, meta=meta, attempt=attempt)
+        return self._count(Verdict.ACCEPTED if current else Verdict.LATE)
+
+    def failed(self, worker: str, task_id: str, reason: str, fatal: bool) -> Verdict:
+        """The worker could not do it: another attempt, or quarantine with the reasons of all."""
+        current = self._take_lease(worker, task_id)
+        entry = self._entries.get(task_id)
+        if entry is None or not current:
+            return self._count(Verdict.DUPLICATE if entry else Verdict.UNKNOWN)
+        self._requeue(entry, reason, fatal)
+        return self._count(Verdict.ACCEPTED)
+
+    def worker_lost(self, worker: str, why: str) -> list[str]:
+        """Requeue all its leases; each counts as an attempt, so a task that kills workers ends in quarantine."""
+        known = self._workers.get(worker)
+        lost = list(known.leases) if known else []
+        for task_id in lost:
+            self._drop_lease(worker, task_id, why)
+        self._workers.pop(worker, None)
+        return lost
+
+    def expire(self, now_s: float) -> list[tuple[str, str]]:
+        """Requeue what saw no progress for its kind's stall_s, give up what is past its deadline.
+
+        Returns (worker, task id) of the leases that have stalled just now, void ones too: those workers hang. They keep
+        their place in the worker's credit: see the module docstring.
+        """
+        stalled = []
+        for name, worker in self._workers.items():
+            for task_id, lease in worker.leases.items():
+                if lease.stalled or now_s - lease.progress_at_s <= lease.stall_s:
+                    continue
+                stalled.append((name, task_id))
+                lease.stalled = True
+                if not lease.void:
+                    lease.void = True
+                    self._requeue(self._entries[task_id], f"no progress for {lease.stall_s:g} s", fatal=False)
+        overdue = [e for e in self._entries.values() if e.state is State.WAITING and now_s > e.task.deadline_s]
+        for entry in overdue:
+            self._finish(entry, State.QUARANTINED, reason="; ".join(["deadline", *entry.reasons]))
+        return stalled
+
+    # Reading
+
+    def has_leases(self) -> bool:
+        return any(not lease.void for worker in self._workers.values() for lease in worker.leases.values())
+
+    def has_completions(self) -> bool:
+        """Whether anything has finished that its submitter has not released."""
+        return any(owner.completions for owner in self._owners.values())
+
+    def knows_worker(self, worker: str) -> bool:
+        return worker in self._workers
+
+    def check(self) -> None:
+        """Assert the invariants. Tests call it after every event."""
+        states = Counter(entry.state for entry in self._entries.values())
+        assert self.counts["submitted"] == len(self._entries) + self.counts["released"] + self.counts["cancelled"]
+        assert self._num_waiting == states[State.WAITING]
+        assert self.held_bytes == sum(e.task.num_bytes for e in self._entries.values() if _open(e))
+        live = Counter[str]()
+        for name, worker in self._workers.items():
+            for task_id, lease in worker.leases.items():
+                if not lease.void:
+                    live[task_id] += 1
+                    assert self._entries[task_id].worker == name
+                    assert self._entries[task_id].attempt == lease.attempt
+        leased = {e.task.id for e in self._entries.values() if e.state is State.LEASED}
+        assert live == Counter(leased), "each leased task has exactly one live lease, no other has any"
+        for entry in self._entries.values():
+            assert entry.attempt <= MAX_ATTEMPTS
+            assert (entry.worker is not None) == (entry.state is State.LEASED)
+            queued = (entry.order, entry.task.id) in self._waiting.get(entry.task.kind, [])
+            assert queued or entry.state is not State.WAITING
+        for owner_id, owner in self._owners.items():
+            seqs = [c.seq for c in owner.completions.values()]
+            assert seqs == sorted(set(seqs))
+            assert all(seq <= owner.last_seq for seq in seqs)
+            entries = [e for e in self._entries.values() if e.task.owner == owner_id]
+            assert {e.task.id for e in entries if not _open(e)} == owner.completions.keys()
+            assert not owner.gone.keys() & {e.task.id for e in entries}
+
+    # Transitions
+
+    def _enqueue(self, entry: _Entry) -> None:
+        entry.state, entry.worker = State.WAITING, None
+        self._num_waiting += 1
+        heapq.heappush(self._waiting[entry.task.kind], (entry.order, entry.task.id))
+
+    def _requeue(self, entry: _Entry, reason: str, fatal: bool) -> None:
+        entry.reasons.append(reason)
+        if fatal or entry.attempt >= MAX_ATTEMPTS:
+            tries = f" ({entry.attempt} attempts)" if entry.attempt > 1 else ""
+            self._finish(entry, State.QUARANTINED, reason="; ".join(dict.fromkeys(entry.reasons)) + tries)
+        else:
+            self._enqueue(entry)
+            self.counts["requeued"] += 1
+            if entry.task.kind in self._down:
+                self._finish(entry, State.QUARANTINED, reason=self._down[entry.task.kind])
+
+    def _finish(
+        self,
+        entry: _Entry,
+        state: State,
+        *,
+        worker: str = "",
+        attempt: int | None = None,
+        seconds: float = 0.0,
+        meta: Mapping[str, Any] | None = None,
+        reason: str = "",
+    ) -> None:
+        self._stop_holding(entry)
+        entry.state = state
+        owner = self._owners[entry.task.owner]
+        owner.last_seq += 1
+        tried = entry.attempt if attempt is None else attempt
+        ok = state is State.DONE
+        owner.completions[entry.task.id] = Completion(
+            owner.last_seq, entry.task.id, ok, worker, tried, seconds, meta or {}, reason[:300]
+        )
+        self.counts["done" if ok else "quarantined"] += 1
+
+    def _remove(self, entry: _Entry, as_what: str) -> None:
+        if _open(entry):
+            self._stop_holding(entry)
+        del self._entries[entry.task.id]
+        owner = self._owners[entry.task.owner]
+        owner.completions.pop(entry.task.id, None)
+        owner.gone[entry.task.id] = None
+        if len(owner.gone) > MAX_REMEMBERED:
+            del owner.gone[next(iter(owner.gone))]
+        self.counts[as_what] += 1
+
+    def _stop_holding(self, entry: _Entry) -> None:
+        """From WAITING or LEASED to anything final: bytes, the waiting count, and a lease that becomes void."""
+        if entry.state is State.WAITING:
+            self._num_waiting -= 1
+        if entry.worker is not None:
+            lease = self._workers[entry.worker].leases.get(entry.task.id)
+            if lease is not None:
+                lease.void = True
+        entry.worker = None
+        self.held_bytes -= entry.task.num_bytes
+        entry.task = replace(entry.task, payload=None)
+
+    def _take_lease(self, worker: str, task_id: str) -> bool:
+        """A worker reports: its lease ends. Whether it was live."""
+        known = self._workers.get(worker)
+        lease = known.leases.pop(task_id, None) if known else None
+        return lease is not None and not lease.void
+
+    def _drop_lease(self, worker: str, task_id: str, why: str) -> None:
+        if self._take_lease(worker, task_id):
+            self._requeue(self._entries[task_id], why, fatal=False)
+
+    def _oldest_waiting(self, kind: str) -> _Entry | None:
+        heap = self._waiting[kind]
+        while heap:
+            entry = self._entries.get(heap[0][1])
+            if entry is not None and entry.state is State.WAITING and entry.order == heap[0][0]:
+                return entry
+            heapq.heappop(heap)
+        return None
+
+    def _free_worker(self, entry: _Entry) -> str | None:
+        free = [
+            (name in entry.tried, len(worker.leases), name)
+            for name, worker in self._workers.items()
+            # A worker that still sits on an earlier attempt of this very task cannot hold it twice.
+            if entry.task.kind in worker.kinds
+            and len(worker.leases) < worker.credit
+            and entry.task.id not in worker.leases
+        ]
+        return min(free)[2] if free else None
+
+    def _count(self, verdict: Verdict) -> Verdict:
+        self.counts[verdict.name.lower()] += 1
+        return verdict
+
+
+def _open(entry: _Entry) -> bool:
+    return entry.state in (State.WAITING, State.LEASED)

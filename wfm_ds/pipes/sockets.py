@@ -1,0 +1,213 @@
+"""The only place that opens a socket and sets its options. DEALER (a peer, connects) <-> ROUTER (a hub, binds).
+
+A socket belongs to one thread. Other threads reach that thread through its Mailbox. Endpoints are ipc paths in private
+folders or loopback tcp: nothing here encrypts or authenticates, so nothing here listens on a network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import re
+import socket
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import zmq
+
+from wfm_ds.errors import UserError
+from wfm_ds.pipes.wire import FRAME_BYTES, Buffer
+
+IPC_PATH_BYTES = 107  # of sockaddr_un
+LINGER_MS = 2000
+HIGH_WATER_MARK = 64  # messages; a safety net, credit is the bound
+
+T = TypeVar("T")
+
+
+class PipeError(UserError):
+    """An endpoint cannot be bound, is not allowed, or nobody answers there."""
+
+
+class Unreachable(Exception):
+    """The peer is gone, or there is none yet: nothing was sent."""
+
+
+class Full(Exception):
+    """The peer does not read; nothing was sent."""
+
+
+class Mailbox(Generic[T]):
+    """Hands things to the thread that polls `fileno()`. `put` may be called from any thread, and never blocks."""
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._lock = threading.RLock()  # a signal handler may put while another one does
+
+    def fileno(self) -> int:
+        return self._reader.fileno()
+
+    def put(self, item: T) -> None:
+        self._items.append(item)
+        with self._lock, contextlib.suppress(BlockingIOError, OSError):
+            self._writer.send(b"!")  # a full pipe wakes the reader as well; a closed one has no reader
+
+    def take(self) -> list[T]:
+        """Everything put so far, in order; the polling thread calls it."""
+        with contextlib.suppress(BlockingIOError):
+            while self._reader.recv(4096):
+                pass
+        items = []
+        while self._items:
+            items.append(self._items.popleft())
+        return items
+
+    def close(self) -> None:
+        with self._lock:
+            self._reader.close()
+            self._writer.close()
+
+
+def check_endpoint(endpoint: str) -> str:
+    """The endpoint, if it may be used: ipc://PATH or tcp:// on loopback. Raises PipeError with the way out."""
+    if endpoint.startswith("ipc://"):
+        path = endpoint.removeprefix("ipc://")
+        if not path.startswith("/") or len(os.fsencode(path)) > IPC_PATH_BYTES:
+            raise PipeError(f"{endpoint}: an ipc path is absolute and at most {IPC_PATH_BYTES} bytes long")
+        return endpoint
+    match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:]+\]|[^:/\[\]]+):(\d{1,5}|\*)", endpoint)
+    if not match:
+        raise PipeError(f"{endpoint!r} is not an endpoint; write ipc:///PATH or tcp://127.0.0.1:PORT")
+    host = match[1].strip("[]")
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise PipeError(f"{endpoint}: only ipc:// and loopback tcp are allowed, messages travel unencrypted")
+    return endpoint
+
+
+def private_folder() -> Path:
+    """A new 0700 folder with a path short enough for sockets. The caller removes it."""
+    for base in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
+        if base and len(os.fsencode(base)) < IPC_PATH_BYTES - 40 and os.access(base, os.W_OK):
+            return Path(tempfile.mkdtemp(prefix="wfm-", dir=base))
+    raise PipeError("no writable folder with a short path for sockets: set TMPDIR to one")
+
+
+class Router:
+    """The hub's end: many peers, addressed by the routes that zmq gave them."""
+
+    def __init__(self, context: zmq.Context[Any], endpoint: str) -> None:
+        """Raises PipeError if the endpoint is not allowed, or in use."""
+        check_endpoint(endpoint)
+        self._lock_file = _locked(Path(endpoint.removeprefix("ipc://"))) if endpoint.startswith("ipc://") else None
+        self.socket = context.socket(zmq.ROUTER)
+        _set_options(self.socket)
+        self.socket.set(zmq.ROUTER_MANDATORY, 1)  # else what cannot be delivered vanishes silently
+        try:
+            self.socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            self.release()
+            raise PipeError(f"cannot listen at {endpoint}: {error.strerror}") from error
+        self.endpoint: str = self.socket.get_string(zmq.LAST_ENDPOINT)
+
+    def receive(self) -> tuple[bytes, list[zmq.Frame]] | None:
+        """The next message and its route, None if there is none now."""
+        frames = _receive(self.socket)
+        return None if frames is None else (frames[0].bytes, frames[1:])
+
+    def send(self, route: bytes, header: bytes, payload: Sequence[zmq.Frame] = ()) -> None:
+        """Raises Unreachable if the route is gone, Full if its peer does not read; in both cases nothing was sent."""
+        _send(self.socket, [route, header, *payload])
+
+    def close(self) -> None:
+        self.socket.close(linger=LINGER_MS)
+
+    def release(self) -> None:
+        """Remove an ipc socket's files, after the context is terminated: until then zmq may still do so itself."""
+        if self._lock_file is not None:
+            path = Path(self._lock_file.name)
+            path.with_suffix("").unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+            self._lock_file.close()
+
+
+class Dealer:
+    """A peer's end: one hub, which may come later, go, and come back."""
+
+    def __init__(self, context: zmq.Context[Any], endpoint: str) -> None:
+        check_endpoint(endpoint)
+        self.socket = context.socket(zmq.DEALER)
+        _set_options(self.socket)
+        self.socket.set(zmq.IMMEDIATE, 1)  # an outage is seen, nothing is queued for a hub that is not there
+        self.socket.set(zmq.RECONNECT_IVL, 100)
+        self.socket.set(zmq.RECONNECT_IVL_MAX, 1000)
+        self.socket.connect(endpoint)
+        self.endpoint = endpoint
+
+    def receive(self) -> list[zmq.Frame] | None:
+        return _receive(self.socket)
+
+    def send(self, header: bytes, payload: Sequence[Buffer] = ()) -> None:
+        """Raises Full if there is no hub, or it does not read; nothing was sent. The payload is not copied."""
+        _send(self.socket, [header, *payload])
+
+    def close(self) -> None:
+        self.socket.close(linger=LINGER_MS)
+
+
+def _set_options(sock: zmq.Socket[Any]) -> None:
+    sock.set(zmq.LINGER, LINGER_MS)
+    sock.set(zmq.SNDHWM, HIGH_WATER_MARK)
+    sock.set(zmq.RCVHWM, HIGH_WATER_MARK)
+    sock.set(zmq.MAXMSGSIZE, FRAME_BYTES + 64 * 1024)  # for each frame
+    sock.set(zmq.HANDSHAKE_IVL, 5000)  # silent connections do not keep a descriptor for long
+    sock.set(zmq.HEARTBEAT_IVL, 2000)
+    sock.set(zmq.HEARTBEAT_TIMEOUT, 10000)
+    sock.set(zmq.HEARTBEAT_TTL, 10000)
+    sock.set(zmq.BACKLOG, 512)
+
+
+def _receive(sock: zmq.Socket[Any]) -> list[zmq.Frame] | None:
+    try:
+        frames: list[zmq.Frame] = sock.recv_multipart(zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return None
+    return frames
+
+
+def _send(sock: zmq.Socket[Any], frames: Sequence[Any]) -> None:
+    try:
+        sock.send_multipart(frames, zmq.NOBLOCK, copy=False)
+    except zmq.Again as error:
+        raise Full from error
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EHOSTUNREACH:
+            raise Unreachable from error
+        raise
+
+
+def _locked(path: Path) -> Any:
+    """An open lock file beside a socket: a second live bind of one ipc path would silently steal it."""
+    try:
+        lock_file = path.with_name(path.name + ".lock").open("w")
+    except OSError as error:
+        raise PipeError(f"cannot listen at ipc://{path}: {error.strerror}") from error
+    try:
+        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock_file.close()
+        raise PipeError(f"cannot listen at ipc://{path}: another process does") from error
+    return lock_file

@@ -1,0 +1,245 @@
+"""Frames, header and limits: bytes <-> checked messages. Pure: no socket, no clock, no state.
+
+A message is `[header][frame]*`. The header is four bytes of crc32 and a msgpack map of that checksum; tensors follow as
+raw little-endian frames of at most FRAME_BYTES, C order. Nothing is believed, and nothing allocated, before it is
+checked; there is no pickle and there are no class names. Which types exist, and their keys, is in messages.py.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from wfm_ds.pipes.messages import SCHEMAS, TYPES_WITH_TENSORS, problem_in
+
+RESERVED = frozenset({"v", "t", "mid", "tensors"})  # keys of every header, not of any message
+PROTOCOL = 1
+HEADER_BYTES = 64 * 1024
+FRAME_BYTES = 4 * 2**20  # larger buffers are mapped and page-faulted each time, smaller ones cost more messages
+MAX_FRAMES = 320
+PAYLOAD_BYTES = 2**30
+MAX_TENSORS = 64
+MAX_DIMENSIONS = 8
+MAX_DEPTH = 16  # the msgpack decoder itself accepts hundreds of levels
+DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "int32", "int64", "float16", "float32")}
+
+Array: TypeAlias = npt.NDArray[Any]
+Buffer: TypeAlias = bytes | memoryview
+
+
+class WireError(ValueError):
+    """Bytes from a peer are not a message that is allowed here. The receiver drops the message and counts it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One line of a header's tensor table: enough to check, cut and rebuild the frames without opening them."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    crc: int  # crc32 of the bytes; checked by who reads the tensor, not by a hub that forwards it
+
+    @property
+    def num_frames(self) -> int:
+        return -(-self.nbytes // FRAME_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A decoded message whose header and frame sizes are right. `payload` still are the received buffers."""
+
+    type: str
+    mid: int
+    fields: Mapping[str, Any]
+    specs: tuple[TensorSpec, ...] = ()
+    payload: tuple[Buffer, ...] = ()
+
+    def tensors(self) -> list[Array]:
+        """Aligned, writable copies in table order (received frames lie at odd addresses). WireError for a bad crc."""
+        arrays, start = [], 0
+        for spec in self.specs:
+            stop = start + spec.num_frames
+            arrays.append(_joined(spec, self.payload[start:stop]))
+            start = stop
+        return arrays
+
+
+def pack_tensors(arrays: Sequence[tuple[str, Array]]) -> tuple[list[TensorSpec], list[list[Buffer]]]:
+    """Table lines and, for each, its frames: views of the arrays, which must not change until they are sent.
+
+    Raises WireError for a dtype that does not travel.
+    """
+    specs: list[TensorSpec] = []
+    frames: list[list[Buffer]] = []
+    for name, array in arrays:
+        dtype = array.dtype.name
+        if dtype not in DTYPES:
+            raise WireError(f"{name}: dtype {dtype} does not travel; use {', '.join(DTYPES)}")
+        flat = np.ascontiguousarray(array, dtype=DTYPES[dtype]).reshape(-1).view(np.uint8).data
+        specs.append(TensorSpec(name, dtype, tuple(array.shape), flat.nbytes, zlib.crc32(flat)))
+        frames.append([flat[at : at + FRAME_BYTES] for at in range(0, flat.nbytes, FRAME_BYTES)])
+    return specs, frames
+
+
+def encode(message_type: str, mid: int, fields: Mapping[str, Any], specs: Sequence[TensorSpec] = ()) -> bytes:
+    """The header frame. Raises WireError for what `decode` would refuse: senders know the limits."""
+    assert not fields.keys() & RESERVED, f"{message_type} uses a name of the header itself"
+    header: dict[str, Any] = {"v": PROTOCOL, "t": message_type, "mid": mid, **fields}
+    if specs:
+        header["tensors"] = [[s.name, s.dtype, list(s.shape), s.nbytes, s.crc] for s in specs]
+    _check_values(header)
+    _check_fields(message_type, fields)
+    _check_table(message_type, specs)
+    try:
+        packed: bytes = msgpack.packb(header)
+    except ValueError as error:  # such as half a surrogate pair in a prompt
+        raise WireError(f"{message_type}: {error}") from error
+    if len(packed) + 4 > HEADER_BYTES:
+        raise WireError(f"{message_type}: a header of {len(packed)} bytes, {HEADER_BYTES - 4} are allowed")
+    return struct.pack("<I", zlib.crc32(packed)) + packed
+
+
+def decode(frames: Sequence[Buffer], expected: frozenset[str]) -> Message:
+    """One multipart message whose type is among `expected`. Raises WireError; never another exception."""
+    if not 1 <= len(frames) <= 1 + MAX_FRAMES:
+        raise WireError(f"{len(frames)} frames, 1 to {1 + MAX_FRAMES} are allowed")
+    header = _unpacked(frames[0])
+    if header.pop("v", None) != PROTOCOL:
+        raise WireError(f"not a message of protocol {PROTOCOL}")
+    message_type, mid = header.pop("t", None), header.pop("mid", None)
+    if not isinstance(message_type, str) or message_type not in expected:
+        raise WireError(f"message type {str(message_type)[:40]!r} is not expected here")
+    if type(mid) is not int or mid < 0:
+        raise WireError(f"{message_type}: mid is not a counter")
+    specs = tuple(_spec(line) for line in _table(header.pop("tensors", [])))
+    _check_fields(message_type, header)
+    _check_table(message_type, specs)
+    _check_payload(message_type, specs, frames[1:])
+    return Message(message_type, mid, header, specs, tuple(frames[1:]))
+
+
+def packed_size(value: Any) -> int:
+    """Bytes of a value inside a header. Raises WireError for what cannot be in one."""
+    _check_values(value)
+    try:
+        return len(msgpack.packb(value))
+    except ValueError as error:  # such as half a surrogate pair
+        raise WireError(f"not a plain value: {error}") from error
+
+
+def _unpacked(frame: Buffer) -> dict[str, Any]:
+    blob = bytes(frame[: HEADER_BYTES + 1])
+    if not 4 < len(blob) <= HEADER_BYTES:
+        raise WireError(f"a header of {len(frame)} bytes, 5 to {HEADER_BYTES} are allowed")
+    if struct.unpack_from("<I", blob)[0] != zlib.crc32(blob[4:]):
+        raise WireError("the header's checksum is wrong")
+    try:
+        header = msgpack.unpackb(blob[4:], strict_map_key=True, max_ext_len=0, max_bin_len=0)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise WireError(f"the header is not msgpack: {type(error).__name__} {error}") from error
+    if not isinstance(header, dict):
+        raise WireError("the header is not a map")
+    _check_values(header)
+    return header
+
+
+def _check_values(value: Any, depth: int = 0) -> None:
+    """Only plain, finite values of bounded depth: the decoder lets NaN, byte keys and deep nests through."""
+    if depth > MAX_DEPTH:
+        raise WireError(f"nested deeper than {MAX_DEPTH}")
+    if value is None or type(value) in (bool, str):
+        return
+    if type(value) is int:
+        if not -(2**63) <= value < 2**63:
+            raise WireError("an integer beyond 64 bits")
+    elif type(value) is float:
+        if not math.isfinite(value):
+            raise WireError("a number that is not finite")
+    elif type(value) in (list, tuple):
+        for item in value:
+            _check_values(item, depth + 1)
+    elif type(value) is dict:
+        for key, item in value.items():
+            if type(key) is not str:
+                raise WireError("a map key that is not text")
+            _check_values(item, depth + 1)
+    else:
+        raise WireError(f"a value of type {type(value).__name__}")
+
+
+def _check_fields(message_type: str, fields: Mapping[str, Any]) -> None:
+    schema = SCHEMAS.get(message_type)
+    if schema is None:
+        raise WireError(f"{message_type[:40]!r} is not a message type")
+    if fields.keys() != schema.keys():
+        wrong = sorted(fields.keys() ^ schema.keys())
+        raise WireError(f"{message_type}: missing or unknown keys: {', '.join(wrong)[:200]}")
+    for key, check in schema.items():
+        problem = problem_in(fields[key], check)
+        if problem:
+            raise WireError(f"{message_type}.{key} {problem}")
+
+
+def _table(value: Any) -> list[Any]:
+    if not isinstance(value, list) or len(value) > MAX_TENSORS:
+        raise WireError(f"tensors is not a list of at most {MAX_TENSORS}")
+    return value
+
+
+def _spec(line: Any) -> TensorSpec:
+    if not isinstance(line, list) or len(line) != 5:
+        raise WireError("a line of the tensor table is not [name, dtype, shape, nbytes, crc]")
+    name, dtype, shape, nbytes, crc = line
+    if not (isinstance(name, str) and len(name) <= 64 and isinstance(dtype, str) and isinstance(shape, list)):
+        raise WireError("a line of the tensor table has wrong types")
+    if not all(type(n) is int for n in (*shape, nbytes, crc)):
+        raise WireError("a line of the tensor table has sizes that are not integers")
+    return TensorSpec(name, dtype, tuple(shape), nbytes, crc)
+
+
+def _check_table(message_type: str, specs: Sequence[TensorSpec]) -> None:
+    if specs and message_type not in TYPES_WITH_TENSORS:
+        raise WireError(f"{message_type} carries no tensors")
+    if len(specs) > MAX_TENSORS:
+        raise WireError(f"{message_type}: {len(specs)} tensors, {MAX_TENSORS} are allowed")
+    for spec in specs:
+        if spec.dtype not in DTYPES:
+            raise WireError(f"{message_type}: dtype {spec.dtype[:40]!r} does not travel")
+        if len(spec.shape) > MAX_DIMENSIONS or not all(0 <= n < 2**31 for n in spec.shape):
+            raise WireError(f"{message_type}: a tensor of shape {str(spec.shape)[:100]}")
+        if math.prod(spec.shape) * DTYPES[spec.dtype].itemsize != spec.nbytes or not 0 <= spec.crc < 2**32:
+            raise WireError(f"{message_type}: {spec.nbytes} bytes do not fit {spec.dtype} {list(spec.shape)}")
+    if sum(s.nbytes for s in specs) > PAYLOAD_BYTES or sum(s.num_frames for s in specs) > MAX_FRAMES:
+        raise WireError(f"{message_type}: more than {PAYLOAD_BYTES} bytes or {MAX_FRAMES} frames of tensors")
+
+
+def _check_payload(message_type: str, specs: Sequence[TensorSpec], payload: Sequence[Buffer]) -> None:
+    want = [
+        min(FRAME_BYTES, spec.nbytes - at) for spec in specs for at in range(0, spec.nbytes, FRAME_BYTES)
+    ]  # at most MAX_FRAMES entries: the table was checked
+    sizes = [len(frame) for frame in payload]
+    if sizes != want:
+        raise WireError(
+            f"{message_type}: payload frames of {str(sizes)[:100]} bytes, the header says {str(want)[:100]}"
+        )
+
+
+def _joined(spec: TensorSpec, frames: Sequence[Buffer]) -> Array:
+    flat = np.empty(spec.nbytes, dtype=np.uint8)
+    at = 0
+    for frame in frames:
+        flat[at : at + len(frame)] = np.frombuffer(frame, dtype=np.uint8)
+        at += len(frame)
+    if zlib.crc32(flat.data) != spec.crc:
+        raise WireError(f"tensor {spec.name}: the checksum is wrong")
+    return flat.view(DTYPES[spec.dtype]).reshape(spec.shape)

@@ -1,0 +1,259 @@
+"""A worker's side: one thread talks to the hub, the caller's thread does the tasks, one after the other.
+
+A result is kept until the hub acknowledges it. Progress comes only from inside the task: the talking thread repeats the
+last mark, so that a task which hangs is seen to hang although this thread answers.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import itertools
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import zmq
+
+from wfm_ds.pipes import wire
+from wfm_ds.pipes.messages import DETAIL_CHARS, HUB_TO_WORKER, META_BYTES, REASON_CHARS
+from wfm_ds.pipes.sockets import Dealer, Full, Mailbox
+from wfm_ds.pipes.wire import Array, Message, WireError
+
+log = logging.getLogger(__name__)
+
+POLL_MS = 100
+HELLO_S = 0.1  # between attempts to be welcomed
+RESEND_S = 5.0  # an unacknowledged result
+ARM_S = 2.0  # how often the watchdog is told that the interpreter's lock still goes round
+EXIT_HUNG = 3  # the exit status of a worker that gave itself up
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Call it with (done, total), done growing, from inside a task."""
+
+
+class TaskFailed(Exception):
+    """A task cannot be done. `fatal`: another attempt would fail alike."""
+
+    def __init__(self, reason: str, *, fatal: bool) -> None:
+        super().__init__(reason)
+        self.fatal = fatal
+
+
+@dataclass(frozen=True, slots=True)
+class TaskInHand:
+    id: str
+    attempt: int
+    kind: str
+    rows: list[dict[str, Any]]
+    message: Message
+
+    def tensors(self) -> list[Array]:
+        """Aligned copies, one per row, or none. Raises TaskFailed if they were damaged on the way."""
+        try:
+            return self.message.tensors()
+        except WireError as error:
+            raise TaskFailed(str(error), fatal=False) from error
+
+
+Handle: TypeAlias = Callable[[TaskInHand, Progress], Mapping[str, Any]]
+
+
+@dataclass(slots=True)
+class _Report:
+    """A result or a failure that the hub has not acknowledged."""
+
+    type: str
+    fields: Mapping[str, Any]
+    sent_at_s: float = float("-inf")
+
+
+class LeaseWorker:
+    """`run` in the thread that computes; it returns when the parent's pipe is closed or `stop` was called."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        worker: str,
+        name: str,
+        kinds: list[str],
+        credit: int = 1,
+        parent_fd: int | None = None,
+        watchdog_s: float = 600.0,
+    ) -> None:
+        """`parent_fd`: the read end of a pipe, whose end of file means that nobody wants the work any more.
+
+        `watchdog_s`: a task that keeps the interpreter's lock this long ends the process; nothing else could.
+        """
+        self._hello = {"worker": worker, "name": name, "kinds": kinds, "credit": credit}
+        self._endpoint = endpoint
+        self._parent_fd = parent_fd
+        self._watchdog_s = watchdog_s
+        self._tasks: queue.SimpleQueue[TaskInHand | None] = queue.SimpleQueue()
+        self._news: Mailbox[_Report | None] = Mailbox()  # None: look at the marks
+        self._reports: dict[str, _Report] = {}
+        self._queued: set[str] = set()  # held: arrived, not reported yet
+        self._running: str | None = None
+        self._mark: tuple[str, int, int, int] | None = None  # id, attempt, done, total of the running task
+        self._mids = itertools.count(1)
+        self._hub = ""
+        self._beat_s = 2.0
+        self._stopping = threading.Event()
+        self._main_done = threading.Event()
+
+    def run(self, handle: Handle) -> None:
+        """Do tasks until told to stop. An exception of `handle` becomes a failure of that task; the loop goes on."""
+        talker = threading.Thread(target=self._talk, name="pipes", daemon=True)
+        talker.start()
+        try:
+            while (task := self._tasks.get()) is not None:
+                if task.id in self._queued:  # not cancelled meanwhile
+                    self._do(task, handle)
+        finally:
+            self._main_done.set()
+            self.stop()
+            talker.join(10)
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._news.put(None)
+
+    def _do(self, task: TaskInHand, handle: Handle) -> None:
+        self._running = task.id
+        started = time.monotonic()
+        try:
+            meta = handle(task, lambda done, total: self._progress(task, done, total))
+            size = wire.packed_size(meta)
+            if size > META_BYTES:
+                raise TaskFailed(f"a result of {size} bytes, {META_BYTES} are allowed", fatal=True)
+            fields: dict[str, Any] = {"seconds": time.monotonic() - started, "meta": meta}
+            report = _Report("result", {"id": task.id, "attempt": task.attempt, **fields})
+        except Exception as error:  # noqa: BLE001  (the border of the worker's loop: it becomes a named failure)
+            report = _Report("failed", {"id": task.id, "attempt": task.attempt, **_failure(error)})
+        self._running = self._mark = None
+        self._news.put(report)
+
+    def _progress(self, task: TaskInHand, done: int, total: int) -> None:
+        self._mark = (task.id, task.attempt, done, total)
+        self._news.put(None)
+
+    # The talking thread
+
+    def _talk(self) -> None:
+        context: zmq.Context[Any] = zmq.Context()
+        dealer = Dealer(context, self._endpoint)
+        try:
+            poller = zmq.Poller()
+            poller.register(dealer.socket, zmq.POLLIN)
+            poller.register(self._news.fileno(), zmq.POLLIN)
+            if self._parent_fd is not None:
+                poller.register(self._parent_fd, zmq.POLLIN)
+            hello_at_s = beat_at_s = armed_at_s = float("-inf")
+            while not self._stopping.is_set():
+                if self._parent_is_gone(dict(poller.poll(POLL_MS))):
+                    break
+                now_s = time.monotonic()
+                if now_s - armed_at_s > ARM_S:
+                    armed_at_s = now_s
+                    faulthandler.dump_traceback_later(self._watchdog_s, exit=True)
+                new_mark = self._take_news()
+                while (frames := dealer.receive()) is not None:
+                    self._from_hub(frames)
+                if not self._hub and now_s - hello_at_s > HELLO_S:
+                    hello_at_s = now_s
+                    held = sorted(self._queued | self._reports.keys())
+                    self._send(dealer, "hello", {**self._hello, "held": held})
+                if self._hub and (new_mark or now_s - beat_at_s > self._beat_s):
+                    beat_at_s = now_s
+                    self._send(dealer, "beat", {"progress": [self._mark] if self._mark else []})
+                self._send_reports(dealer, now_s)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            dealer.close()
+            context.term()
+            self._tasks.put(None)
+            if not self._main_done.wait(1.0):
+                os._exit(0)  # busy with a task that nobody wants any more
+
+    def _parent_is_gone(self, readable: Mapping[Any, int]) -> bool:
+        return self._parent_fd is not None and self._parent_fd in readable and not os.read(self._parent_fd, 4096)
+
+    def _take_news(self) -> bool:
+        """Whether there is a new mark; reports are kept until acknowledged."""
+        new_mark = False
+        for report in self._news.take():
+            if report is None:
+                new_mark = self._mark is not None
+            else:
+                self._queued.discard(report.fields["id"])
+                self._reports[report.fields["id"]] = report
+        return new_mark
+
+    def _from_hub(self, frames: list[zmq.Frame]) -> None:
+        try:
+            message = wire.decode([frame.buffer for frame in frames], HUB_TO_WORKER)
+        except WireError as error:
+            log.warning("dropped a message of the hub: %s", error)
+            return
+        fields = message.fields
+        if message.type == "welcome":
+            if fields["hub"] != self._hub:
+                self._hub, self._beat_s = fields["hub"], fields["beat_s"]
+                for report in self._reports.values():
+                    report.sent_at_s = float("-inf")
+        elif message.type == "who":
+            self._hub = ""
+        elif message.type == "task":
+            if fields["id"] not in self._queued and fields["id"] not in self._reports:
+                self._queued.add(fields["id"])
+                self._tasks.put(TaskInHand(fields["id"], fields["attempt"], fields["kind"], fields["rows"], message))
+        elif message.type == "ack":
+            for task_id in fields["ids"]:
+                self._reports.pop(task_id, None)
+        elif message.type == "cancel":
+            self._cancel(fields["ids"], fields["why"])
+        else:
+            log.warning("the hub rejected a message: %s", fields["why"])
+
+    def _cancel(self, ids: list[str], why: str) -> None:
+        if why == "stalled" and self._running in ids:
+            log.error("%s hangs: this worker ends, its supervisor starts another. Stacks:", self._running)
+            faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+            os._exit(EXIT_HUNG)  # a thread that hangs cannot be stopped in any other way
+        for task_id in ids:
+            if task_id != self._running and task_id in self._queued:
+                self._queued.discard(task_id)
+                reason = {"reason": f"cancelled: {why}"[:REASON_CHARS], "detail": "", "fatal": False}
+                self._news.put(_Report("failed", {"id": task_id, "attempt": 1, **reason}))
+
+    def _send_reports(self, dealer: Dealer, now_s: float) -> None:
+        for report in self._reports.values() if self._hub else ():
+            if now_s - report.sent_at_s > RESEND_S and self._send(dealer, report.type, report.fields):
+                report.sent_at_s = now_s
+
+    def _send(self, dealer: Dealer, message_type: str, fields: Mapping[str, Any]) -> bool:
+        try:
+            dealer.send(wire.encode(message_type, next(self._mids), fields))
+        except Full:
+            return False
+        return True
+
+
+def _failure(error: Exception) -> dict[str, Any]:
+    if isinstance(error, TaskFailed):
+        return {"reason": _text(str(error), REASON_CHARS), "detail": "", "fatal": error.fatal}
+    detail = "".join(traceback.format_exception(error))[-DETAIL_CHARS:]
+    reason = _text(f"{type(error).__name__}: {error}", REASON_CHARS)
+    return {"reason": reason, "detail": _text(detail, DETAIL_CHARS), "fatal": False}
+
+
+def _text(text: str, max_chars: int) -> str:
+    """What a message can carry: no half surrogate pairs, bounded."""
+    return text[:max_chars].encode(errors="replace").decode()

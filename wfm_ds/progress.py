@@ -1,0 +1,103 @@
+"""How far a run is and how fast: the arithmetic, and two ways to show it. The clock is the caller's."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+log = logging.getLogger(__name__)
+
+LINE_INTERVAL_S = 10.0  # between log lines where no terminal shows a live one
+WINDOW = 20  # steps that the speed is taken over: the last ones say more than the mean of the run
+
+
+class _Point(NamedTuple):
+    now_s: float
+    step: int
+    samples: int  # since the start
+
+
+class Pace:
+    """Speed over the last steps, and the time that the remaining ones need."""
+
+    def __init__(self, total_steps: int, unit: str) -> None:
+        self.total_steps = total_steps
+        self.unit = unit
+        self._points: deque[_Point] = deque(maxlen=WINDOW + 1)
+
+    def update(self, now_s: float, step: int, samples: int) -> None:
+        """`step` was done at `now_s`, with `samples` more than at the last update."""
+        before = self._points[-1].samples if self._points else 0
+        self._points.append(_Point(now_s, step, before + samples))
+
+    def speed(self) -> tuple[float, float] | None:
+        """Steps and samples per second; None before there are two points in time."""
+        if len(self._points) < 2:
+            return None
+        first, last = self._points[0], self._points[-1]
+        seconds = last.now_s - first.now_s
+        if seconds <= 0 or last.step <= first.step:
+            return None
+        return (last.step - first.step) / seconds, (last.samples - first.samples) / seconds
+
+    def text(self, step: int, note: str = "") -> str:
+        """`step 12/300, 1:04:10 left, 8.1 images/s, NOTE`; what is unknown is left out."""
+        parts = [f"step {step}/{self.total_steps}"]
+        speed = self.speed()
+        if speed is not None:
+            parts += [f"{clock((self.total_steps - step) / speed[0])} left", f"{speed[1]:.3g} {self.unit}/s"]
+        return ", ".join([*parts, *([note] if note else [])])
+
+
+def clock(seconds: float) -> str:
+    """H:MM:SS, or M:SS below an hour."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class LineProgress:
+    """Log lines at most every LINE_INTERVAL_S, and always the first and the last."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total_steps = total_steps
+        self._shown_s: float | None = None
+        self._held: str | None = None
+
+    def show(self, now_s: float, step: int, text: str) -> None:
+        due = self._shown_s is None or now_s - self._shown_s >= LINE_INTERVAL_S or step >= self._total_steps
+        if due:
+            log.info("%s", text)
+            self._shown_s = now_s
+        self._held = None if due else text
+
+    def close(self) -> None:
+        if self._held is not None:
+            log.info("%s", self._held)
+            self._held = None
+
+
+class ConsoleProgress:
+    """One line at the bottom of a terminal; whatever is printed meanwhile appears above it."""
+
+    def __init__(self, console: Console, total_steps: int) -> None:
+        columns = (BarColumn(bar_width=20), TextColumn("{task.description}", markup=False))
+        self._bar = Progress(*columns, console=console, refresh_per_second=4)
+        self._task = self._bar.add_task("", total=total_steps)
+        self._bar.start()
+
+    def show(self, now_s: float, step: int, text: str) -> None:
+        self._bar.update(self._task, completed=step, description=text)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+def open_console() -> Console | None:
+    """stderr if it is a terminal: stdout belongs to what a command was asked to print."""
+    console = Console(stderr=True)
+    return console if console.is_terminal else None

@@ -1,0 +1,373 @@
+"""The recipe schema: every key that a user may write, its type, default and meaning.
+
+Reading files, overrides and error messages with line numbers are in recipe_file.py. The attribute docstrings are the
+documentation: docs/recipes.md is generated from them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
+
+from wfm_ds.recipe_algorithms import Algorithm, DdrlAlgorithm, FlowGrpoAlgorithm, RlSettings
+from wfm_ds.recipe_data import DataRecipe
+from wfm_ds.recipe_sampling import EDM_SOLVERS, NOISE_LEVELS, SamplingRecipe
+from wfm_ds.recipe_section import Decay, Fraction, Section, UserAddress, UserPath
+from wfm_ds.recipe_unread import unread_keys
+
+
+class RunRecipe(Section):
+    """Where the run writes, how long it is, and the seed that everything random is derived from."""
+
+    output_dir: UserPath
+    """Folder for everything that the run writes. Created; must not hold a run of another recipe."""
+    steps: PositiveInt
+    """Optimizer steps for SFT, RL steps for reinforcement learning."""
+    seed: NonNegativeInt = 0
+    """All randomness follows from (seed, step, sample id), never from the rank or the world size."""
+    resume: Annotated[str, Field(min_length=1)] = "auto"
+    """`auto` continues the run that output_dir holds, from its newest checkpoint; `never` refuses a folder with a run;
+    a path (checkpoints/step_N of another run) is where a run in a new folder begins."""
+
+
+class ModelRecipe(Section):
+    """The diffusers pipeline to train."""
+
+    path: str
+    """A diffusers pipeline folder, or `tiny:FAMILY` for a random tiny pipeline (made once, in the user's cache)."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Compute dtype of the denoiser. Latents, losses, optimizer and averages are float32 in any case."""
+    denoiser_init: Literal["pretrained", "random"] = "pretrained"
+    """`random` re-initialises the denoiser from `run.seed` and its config: training from scratch."""
+    gradient_checkpointing: bool = False
+    """Recompute block activations in the backward pass: less memory, about a third more time."""
+    max_sequence_length: PositiveInt | None = None
+    """Text tokens of the longest text encoder. Unset: the value stored with the pipeline (call.json), else the stock
+    pipeline's default."""
+    prompt_template: Literal["stock", "none"] | None = None
+    """SANA: the instruction that its pipelines put before each prompt, but not before negative ones. `stock` keeps it,
+    `none` drops it. Unset: as stored with the pipeline (call.json), else stock. Other families have none to choose."""
+    guardrail: Literal["stock", "off"] = "stock"
+    """The safety checker of a pipeline that comes with one (Cosmos): `stock` needs its package cosmos_guardrail and
+    checks prompts and videos as the pipeline does; `off` runs without, which the model's licence may not allow."""
+
+
+class LoraRecipe(Section):
+    """Train low-rank adapters instead of all weights. Leave the section out for full fine-tuning."""
+
+    rank: PositiveInt = 32
+    """Inner dimension of each adapter."""
+    alpha: PositiveFloat = 64.0
+    """The adapter's output is scaled by alpha / rank."""
+    target_modules: list[str] | None = None
+    """Suffixes of linear layers that get an adapter. Unset: the family's attention projections."""
+    init: Literal["gaussian", "default"] = "gaussian"
+    """Initialisation of A (B starts at zero): `gaussian`, or PEFT's `default` (Kaiming uniform)."""
+
+    @field_validator("target_modules")
+    @classmethod
+    def _some_targets(cls, value: list[str] | None) -> list[str] | None:
+        if value is not None and not value:
+            raise ValueError("an empty list would train nothing: name at least one layer, or leave the key out")
+        return value
+
+
+class EngineRecipe(Section):
+    """How the denoiser is distributed and batched."""
+
+    deepspeed: str = "zero2"
+    """A name in ds_configs/ (zero1, zero2, zero3, ...) or the path of a DeepSpeed JSON. It owns ZeRO settings only."""
+    micro_batch_size: PositiveInt = 1
+    """Training terms (SFT: samples; RL: pairs of sample and timestep) per forward and rank."""
+    gradient_accumulation: PositiveInt = 1
+    """SFT: micro-batches per optimizer step. RL derives it: all terms of an update, divided by micro_batch_size."""
+    max_forward_batch: PositiveInt = 16
+    """Samples per forward without gradient (rollout, validation, old and reference predictions)."""
+    max_grad_norm: NonNegativeFloat = 1.0
+    """Gradients are clipped to this global norm; 0 switches clipping off."""
+    guard: bool = False
+    """Before every forward, check that all ranks are about to do the same one. For debugging; costs one small
+    all-reduce a forward."""
+
+
+class OptimizerRecipe(Section):
+    """AdamW and its learning-rate schedule, counted in optimizer steps."""
+
+    name: Literal["adamw"] = "adamw"
+    """The optimizer."""
+    lr: PositiveFloat = 1e-4
+    """Peak learning rate."""
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """AdamW's moment decays."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's epsilon."""
+    weight_decay: NonNegativeFloat = 1e-4
+    """Decoupled weight decay."""
+    warmup_steps: NonNegativeInt = 0
+    """Linear warm-up from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after warm-up; linear and cosine fall to `final_lr_fraction` of lr at the last step."""
+    final_lr_fraction: Fraction = 0.0
+    """Where linear and cosine schedules end, as a share of lr."""
+
+
+class EmaRecipe(Section):
+    """An exponential moving average of the weights, used for validation, samples and export. Leave out for none."""
+
+    decay: Decay = 0.999
+    """Largest decay; early steps use min((1 + j) / (10 + j), decay)."""
+    every: PositiveInt = 1
+    """Optimizer steps between updates of the average."""
+
+
+class RolloutRecipe(Section):
+    """How many samples an RL step generates."""
+
+    mode: Literal["colocated"] = "colocated"
+    """The training ranks generate the samples themselves."""
+    prompts_per_step: PositiveInt = 48
+    """Prompts (groups) per RL step, over all ranks."""
+    group_size: int = Field(24, ge=2)
+    """Samples per prompt. An advantage compares siblings, so at least 2."""
+    policy: Literal["current", "reference"] | None = None
+    """ddrl: what generates the samples, the weights as they are or the reference policy. Unset: current. Other
+    algorithms have a policy of their own for it."""
+
+
+def _ordered(bounds: tuple[float, float]) -> tuple[float, float]:
+    if bounds[0] >= bounds[1]:
+        raise ValueError(f"the lower bound {bounds[0]} must be below the upper bound {bounds[1]}")
+    return bounds
+
+
+Bounds = Annotated[tuple[float, float], AfterValidator(_ordered)]
+
+
+class RewardFunction(Section):
+    """One weighted reward."""
+
+    name: str
+    """A reward of wfm_reward, or `package.module:Class`."""
+    weight: float = 1.0
+    """Factor in the sum. 0: logged only, never blocks a sample."""
+    clip: Bounds | None = None
+    """Raw scores are clipped to this range before the weight."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the reward's constructor."""
+    workers: PositiveInt = 1
+    """Processes that compute it, when the trainer starts the service."""
+    max_batch: Annotated[int, Field(ge=1, le=64)] = 16
+    """Items that a worker scores at once, when the trainer starts the service."""
+
+
+class RewardRecipe(Section):
+    """What is rewarded, and who computes it: a service started by the trainer, or one that runs already."""
+
+    functions: list[RewardFunction] = Field(min_length=1)
+    """The rewards, summed with their weights."""
+    clip: Bounds | None = None
+    """The weighted sum is clipped to this range. Unset: not at all."""
+    scale: PositiveFloat = 1.0
+    """Factor of the clipped sum."""
+    spawn: bool = True
+    """Start the reward service for this run. Must be false when `endpoint` is set."""
+    endpoint: str | None = None
+    """A running service: the path of its pipes.json, or an `ipc://` or `tcp://` address."""
+    timeout_s: PositiveFloat = 120.0
+    """A sample without a score after this long counts as failed."""
+    max_failed_fraction: Fraction = 0.2
+    """More failed samples than this in 3 consecutive RL steps stop the run."""
+    shuffle: bool = False
+    """Control experiment: every sample gets the reward of another one, drawn anew each step. Nothing may be learnt."""
+    start_timeout_s: PositiveFloat = 120.0
+    """How long the service may take to be ready, or a running one to answer."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> RewardRecipe:
+        if self.spawn == (self.endpoint is not None):
+            raise ValueError("set either spawn: true, or endpoint together with spawn: false")
+        names = [f.name for f in self.functions]
+        if len(set(names)) != len(names):
+            raise ValueError(f"each reward may be named once, got {names}")
+        if all(f.weight == 0 for f in self.functions):
+            raise ValueError("all weights are 0: at least one reward must count")
+        return self
+
+
+class ValidationRecipe(Section):
+    """Evaluation at intervals, deterministic and equal for every step, run and world size. Uses EMA weights if any."""
+
+    every: NonNegativeInt = 0
+    """Steps between evaluations (SFT: optimizer steps, RL: RL steps); 0 only at the end."""
+    at_start: bool = True
+    """Evaluate before the first step too."""
+    prompts: UserPath | None = None
+    """A .txt or .jsonl prompt file for samples and rewards. Unset: the training prompts."""
+    num_prompts: PositiveInt = 16
+    """Prompts used, from the top of the list. SFT, which scores no samples, draws logging.num_samples at most."""
+    seeds: list[NonNegativeInt] = Field(default=[1000001], min_length=1)
+    """Noise seeds; each prompt is sampled once with each."""
+    path: UserAddress | None = None
+    """SFT: data of the kind of data.kind for the validation loss. Unset: `holdout` of the training data."""
+    holdout: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """SFT: share of the training data kept out of training, chosen by a hash of the sample id."""
+    num_images: PositiveInt = 64
+    """SFT: samples of the validation loss, the first of them by id; each is seen at eight noise levels."""
+
+
+class CheckpointRecipe(Section):
+    """What is kept of the weights, and of all that is needed to continue the run (docs/checkpoints.md)."""
+
+    every: NonNegativeInt = 0
+    """Steps between resumable checkpoints; the last step gets one too. 0: only when the run is stopped by SIGTERM or
+    SIGINT, which always saves."""
+    keep: PositiveInt = 2
+    """Checkpoints that stay; older ones are removed when a new one is complete."""
+    export_every: NonNegativeInt = 0
+    """Steps between exports to safetensors/ in diffusers' format; 0 only at the end."""
+
+
+class LoggingRecipe(Section):
+    """What is shown while the run goes on."""
+
+    tensorboard: bool = True
+    """Write scalars and images for TensorBoard."""
+    sample_every: NonNegativeInt = 0
+    """Steps between sample images; 0 only with each evaluation."""
+    num_samples: PositiveInt = 16
+    """Images written each time."""
+    console: bool = True
+    """A progress line in the console."""
+
+
+class Recipe(Section):
+    """One training job."""
+
+    run: RunRecipe
+    model: ModelRecipe
+    lora: LoraRecipe | None = None
+    engine: EngineRecipe = EngineRecipe()
+    optimizer: OptimizerRecipe = OptimizerRecipe()
+    ema: EmaRecipe | None = None
+    data: DataRecipe
+    sampling: SamplingRecipe
+    algorithm: Algorithm
+    rollout: RolloutRecipe | None = None
+    reward: RewardRecipe | None = None
+    validation: ValidationRecipe = ValidationRecipe()
+    checkpoint: CheckpointRecipe = CheckpointRecipe()
+    logging: LoggingRecipe = LoggingRecipe()
+
+    @property
+    def is_rl(self) -> bool:
+        return self.algorithm.name != "sft"
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Recipe:
+        if self.is_rl:
+            missing = [s for s in ("rollout", "reward") if getattr(self, s) is None]
+            if missing:
+                raise ValueError(f"algorithm {self.algorithm.name} needs the section {' and '.join(missing)}")
+            if self.data.kind != "prompts" and not isinstance(self.algorithm, DdrlAlgorithm):
+                raise ValueError(f"algorithm {self.algorithm.name} needs data.kind: prompts")
+        else:
+            unread = [s for s in ("rollout", "reward") if getattr(self, s) is not None]
+            if unread:
+                raise ValueError(f"sft does not read the section {' and '.join(unread)}: remove it")
+            if self.data.kind == "prompts":
+                raise ValueError("algorithm sft needs captioned media: data.kind paired, cosmos or webdataset")
+        unread = unread_keys(self)
+        if unread:
+            raise ValueError(
+                f"algorithm {self.algorithm.name} with data.kind {self.data.kind} does not read "
+                f"{' and '.join(unread)}: remove it"
+            )
+        if isinstance(self.algorithm, RlSettings):
+            self._advantages_fit(self.algorithm)
+        if isinstance(self.algorithm, FlowGrpoAlgorithm):
+            self._solver_fits(self.algorithm)
+        if isinstance(self.algorithm, DdrlAlgorithm):
+            self._ddrl_fits(self.algorithm)
+        else:
+            self._no_ddrl_keys()
+        if self.model.denoiser_init == "random" and self.lora is not None:
+            raise ValueError("model.denoiser_init: random trains all weights: remove the lora section")
+        return self
+
+    def _advantages_fit(self, algorithm: RlSettings) -> None:
+        assert self.rollout is not None
+        assert self.reward is not None
+        if algorithm.best_of_n is not None and algorithm.best_of_n > self.rollout.group_size:
+            raise ValueError(
+                f"algorithm.best_of_n {algorithm.best_of_n} is more than rollout.group_size {self.rollout.group_size}"
+            )
+        if algorithm.combine != "sum" and (self.reward.clip is not None or self.reward.scale != 1):
+            raise ValueError(
+                f"reward.clip and reward.scale act on the weighted sum, which algorithm.combine: {algorithm.combine} "
+                "does not use: remove them, or set clip in reward.functions"
+            )
+
+    def _solver_fits(self, algorithm: FlowGrpoAlgorithm) -> None:
+        solver = self.sampling.solver
+        if not self.sampling.is_stochastic:
+            raise ValueError(
+                f"algorithm {algorithm.name} trains on noisy denoise steps, and sampling.solver {solver} has none: "
+                f"choose {', '.join(NOISE_LEVELS)}"
+            )
+        if algorithm.kl_beta > 0 and algorithm.kl_type == "flow_grpo" and solver == "cps":
+            raise ValueError("algorithm.kl_type flow_grpo is not defined for sampling.solver cps: choose gaussian")
+
+    def _ddrl_fits(self, algorithm: DdrlAlgorithm) -> None:
+        assert self.rollout is not None
+        last = self.sampling.steps - 1
+        if self.sampling.solver not in EDM_SOLVERS:
+            raise ValueError(
+                f"algorithm ddrl rolls out with {' or '.join(EDM_SOLVERS)}: sampling.solver "
+                f"{self.sampling.solver} is for other ones"
+            )
+        if max(algorithm.train_on) >= last:
+            raise ValueError(
+                f"algorithm.train_on {algorithm.train_on} may go to {last - 1} when sampling.steps is {last + 1}: the "
+                "last step has no noise to train on"
+            )
+        if algorithm.update_ref_every and not algorithm.kl_beta and self.rollout.policy != "reference":
+            raise ValueError(
+                "algorithm.update_ref_every moves a reference that nothing reads: set algorithm.kl_beta or "
+                "rollout.policy: reference, or remove it"
+            )
+        if algorithm.data_beta and self.sampling.guidance_scale != 1:
+            raise ValueError(
+                f"algorithm.data_beta trains the prediction without guidance, and sampling.guidance_scale "
+                f"{self.sampling.guidance_scale:g} asks for another: set it to 1, or data_beta to 0"
+            )
+        if (algorithm.data_beta or algorithm.max_num_conditional_frames) and self.data.kind == "prompts":
+            raise ValueError(
+                "algorithm.data_beta and given frames (algorithm.max_num_conditional_frames) need media: set "
+                "data.kind: paired"
+            )
+
+    def _no_ddrl_keys(self) -> None:
+        name = self.algorithm.name
+        if self.sampling.solver in EDM_SOLVERS:
+            raise ValueError(f"sampling.solver {self.sampling.solver} is for algorithm ddrl; {name} needs another one")
+        if self.rollout is not None and self.rollout.policy is not None:
+            raise ValueError(f"rollout.policy is read by algorithm ddrl only: {name} knows its policy, remove the key")
+
+    def doubts(self) -> list[str]:
+        """What is possible but probably not meant, a sentence each."""
+        if isinstance(self.algorithm, DdrlAlgorithm) and self.algorithm.data_beta == 0:
+            return [
+                "algorithm ddrl without algorithm.data_beta has no data to hold the policy to: it is a policy gradient "
+                "with algorithm.kl_beta as its only restraint"
+            ]
+        return []

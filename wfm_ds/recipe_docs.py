@@ -1,0 +1,205 @@
+"""The reference page of recipes, generated from the schema.
+
+python -m wfm_ds.recipe_docs docs/recipes.md     writes the page
+python -m wfm_ds.recipe_docs --json-schema       prints a JSON schema, for editors
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from wfm_ds.recipe import Recipe
+from wfm_ds.recipe_schema import Slot, sections, words
+from wfm_ds.recipe_tree import KeyPath
+
+INTRO = """\
+# Recipes
+
+A recipe is one YAML file that says all about a training job: the model, the data, the algorithm, the optimizer, and
+where the results go. It is run with
+
+    deepspeed --num_gpus 8 -m wfm_ds.train recipes/sd3_nft.yaml
+
+The sections `run`, `model`, `data`, `sampling` and `algorithm` are needed; a section that is left out has the defaults
+below, or is off where this page says so. The resolved recipe, with every default written out, is stored as
+`recipe.yaml` in the output folder and is a recipe itself.
+
+## A complete example
+
+```yaml
+{example}```
+
+## Changing values on the command line
+
+`section.key=value` words after the recipe replace its values. A value is YAML, a number in the path counts list
+entries from 0, and `null` removes a section:
+
+    deepspeed --num_gpus 8 -m wfm_ds.train recipes/sd3_nft.yaml run.steps=200 optimizer.lr=1e-4 lora=null \\
+        validation.seeds=[1,2] reward.functions.0.weight=2 algorithm.old_decay.slope=0.01
+
+The shell takes quotes and spaces before the recipe sees them: write `'sampling.negative_prompt=blurry, dark'`.
+`algorithm.name=NAME` drops the keys of the recipe's own algorithm.
+
+## Variants of a recipe
+
+`defaults: base.yaml` as a key at the top includes another recipe; its path is relative to the including file, and a
+recipe that is included has no `defaults` of its own. Mappings are merged key by key. Lists and single values replace
+those of the base. A section set to `null` is removed. When the variant names another algorithm, the base's `algorithm`
+keys are dropped.
+
+```yaml
+defaults: sd3_nft.yaml
+run:
+  output_dir: outputs/sd3_nft_full
+lora: null             # train all weights
+algorithm:
+  kl_beta: 0.001
+```
+
+## Checking a recipe
+
+    python -m wfm_ds.train recipes/sd3_nft.yaml --check
+
+validates the recipe, the data, the model and the rewards, prints the numbers that follow from them, and trains nothing.
+An error names the file and the line (or the override), the key, and what was expected; all errors of a recipe are
+reported at once, and the exit code is 2:
+
+    recipes/mine.yaml:17: algorithm.timestep_fracton is not a key of diffusion_nft; did you mean timestep_fraction?
+    override optimizer.lr=-1: optimizer.lr: expected a number > 0, got -1
+
+## Paths and YAML
+
+Relative paths in a recipe are relative to the working directory; only `defaults` is relative to its file. `1e-4` is a
+number. `true` and `false` are the flags; `yes`, `no`, `on` and `off` do as flags too, but are text in
+`reward.functions.N.options`. Text that looks like a number or a flag needs quotes. A key may be written once in a
+mapping, and anchors (`&name`, `*name`) may be used.
+
+"""
+
+EXAMPLE = """\
+run:
+  output_dir: outputs/first_nft
+  steps: 20                        # RL steps: rollout, rewards, update
+model:
+  path: tiny:sd3                   # a random tiny pipeline, for a look at a run on a CPU
+  dtype: float32
+lora:
+  rank: 8
+  alpha: 16
+engine:
+  micro_batch_size: 8
+optimizer:
+  lr: 3e-4
+data:
+  kind: prompts
+  path: recipes/tiny/prompts/colors  # holds train.txt, one prompt a line
+sampling:
+  height: 32
+  width: 32
+  steps: 6
+  eval_steps: 6
+algorithm:
+  name: diffusion_nft
+  old_decay: {slope: 0.01, max: 0.9}
+rollout:
+  prompts_per_step: 4
+  group_size: 4
+reward:
+  functions:
+    - {name: color}
+    - {name: jpeg_compressibility, weight: 0.5}
+validation:
+  every: 10
+  num_prompts: 4
+"""
+
+REFERENCE = """\
+## Reference
+
+Every key, in the order of the schema. A key without a default must be given.
+
+"""
+
+
+RL_SECTIONS = ("rollout", "reward")
+
+
+def markdown() -> str:
+    """The whole page."""
+    parts = [INTRO.replace("{example}", EXAMPLE), REFERENCE]
+    for path, title, section in sections():
+        about = one_line(section.__doc__ or "")
+        parts.append(f"### {heading(path, title)}\n\n{about}{optional_note(path)}\n\n")
+        parts.append("| key | type | default | meaning |\n|---|---|---|---|\n")
+        parts += [row(name, field) for name, field in section.model_fields.items()]
+        parts.append("\n")
+    return "".join(parts).rstrip("\n") + "\n"
+
+
+def heading(path: KeyPath, title: str) -> str:
+    if path == ("algorithm",):
+        return f"`algorithm` with `name: {title}`"
+    if path == ("sampling", "window"):
+        return f"`sampling.window` with `kind: {title}`"
+    return f"`{title}`"
+
+
+def optional_note(path: KeyPath) -> str:
+    """When a whole section is needed. Sections that are simply off when left out say so themselves."""
+    if len(path) > 1:
+        return ""
+    if path[0] in RL_SECTIONS:
+        return " Needed for reinforcement learning, refused for `sft`."
+    return " Needed." if Recipe.model_fields[str(path[0])].is_required() else ""
+
+
+def row(name: str, field: FieldInfo) -> str:
+    cells = [f"`{name}`", words(Slot.of_field(field)), default_of(field), one_line(field.description or "")]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def default_of(field: FieldInfo) -> str:
+    if field.is_required():
+        return ""
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if value is None:
+        return "unset"
+    if isinstance(value, BaseModel):
+        return "its defaults"
+    plain = json.dumps(value)
+    return f"`{plain.strip(chr(34)) if isinstance(value, str) else plain}`"
+
+
+def one_line(text: str) -> str:
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON schema of the resolved recipe: without `defaults`, which load() replaces by what it names."""
+    return Recipe.model_json_schema()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="wfm_ds.recipe_docs", description="Write the reference page of recipes.")
+    parser.add_argument("page", type=Path, nargs="?", help="the file to write; without it, to standard output")
+    parser.add_argument("--json-schema", action="store_true", help="the JSON schema instead of the page")
+    args = parser.parse_args(argv)
+    text = json.dumps(json_schema(), indent=2) + "\n" if args.json_schema else markdown()
+    if args.page is None:
+        sys.stdout.write(text)
+    else:
+        args.page.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

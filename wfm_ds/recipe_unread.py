@@ -1,0 +1,30 @@
+"""Keys that a recipe sets and its algorithm or kind of data does not read. A key without effect is an error."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from wfm_ds.recipe import Recipe
+
+OF_ROLLOUTS = ("solver", "noise_level", "window", "same_noise")
+OF_PROMPT_SETS = ("name", "split")
+OF_MEDIA = ("fps", "allow_repeats", "clip", "crop", "max_upscale", "cache_latents")
+OF_HELD_OUT_MEDIA = ("path", "holdout", "num_images")
+
+
+def unread_keys(recipe: Recipe) -> list[str]:
+    """`section.key` of those that have another value than their default: a resolved recipe names all keys."""
+    data = (*OF_MEDIA, "caption_dropout") if recipe.data.kind == "prompts" else OF_PROMPT_SETS
+    unread = [("data", key) for key in data]
+    if recipe.is_rl:
+        unread += [("validation", key) for key in OF_HELD_OUT_MEDIA]
+        unread += [("data", "caption_dropout")] if "caption_dropout" not in data else []
+    else:
+        unread += [("sampling", key) for key in OF_ROLLOUTS]
+    return [f"{section}.{key}" for section, key in unread if _is_set(recipe, section, key)]
+
+
+def _is_set(recipe: Recipe, section: str, key: str) -> bool:
+    values = getattr(recipe, section)
+    return bool(getattr(values, key) != type(values).model_fields[key].default)

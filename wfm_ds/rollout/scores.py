@@ -1,0 +1,73 @@
+"""Media to the rewards, and the scores of all ranks on every rank, so that all compute the same advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from wfm_ds.rollout.rewards import RewardClient
+from wfm_ds.types import MediaBatch, Prompt, Score
+from wfm_ds.world import World
+
+if TYPE_CHECKING:
+    from wfm_ds.job import Job
+
+Scores = dict[str, dict[str, Score]]
+"""By sample id and reward."""
+
+
+def submit_pictures(
+    job: Job, rewards: RewardClient, latents: Tensor, sample_ids: Sequence[str], prompts: Sequence[Prompt]
+) -> tuple[npt.NDArray[np.uint8], Scores]:
+    """Decode latents [B, ...] to uint8 images [B,H,W,3] or videos [B,T,H,W,3] and send them to be scored; returns at
+    once.
+
+    A sample whose latents are not finite is no picture: it is not sent, and its named failures are returned.
+    """
+    assert job.recipe.reward is not None
+    media, finite = job.media(latents)
+    whole = [i for i, ok in enumerate(finite) if ok]
+    if whole:
+        rewards.submit(
+            MediaBatch(
+                media=media[whole],
+                sample_ids=[sample_ids[i] for i in whole],
+                prompts=[prompts[i].text for i in whole],
+                metadata=[prompts[i].metadata for i in whole],
+                fps=job.recipe.sampling.fps if job.model.video else None,
+            )
+        )
+    names = [function.name for function in job.recipe.reward.functions]
+    broken = [sample_id for sample_id, ok in zip(sample_ids, finite, strict=True) if not ok]
+    why = "latents are not finite"
+    return media, {s: {name: Score(sample_id=s, reward=name, failure=why) for name in names} for s in broken}
+
+
+def gather_scores(world: World, mine: Mapping[str, Mapping[str, Score]]) -> Scores:
+    """{sample_id: {reward: Score}} of all ranks, in rank order; collective."""
+    parts = world.gather(pack_scores(mine))
+    return {sample_id: scores for part in parts for sample_id, scores in unpack_scores(part).items()}
+
+
+def pack_scores(scores: Mapping[str, Mapping[str, Score]]) -> list[Any]:
+    """JSON form of scores by sample and reward."""
+    return [
+        [sample_id, [[s.reward, s.value, s.failure, s.seconds, dict(s.parts)] for s in by_reward.values()]]
+        for sample_id, by_reward in scores.items()
+    ]
+
+
+def unpack_scores(packed: Sequence[Any]) -> Scores:
+    return {
+        sample_id: {
+            reward: Score(
+                sample_id=sample_id, reward=reward, value=value, failure=failure, seconds=seconds, parts=parts
+            )
+            for reward, value, failure, seconds, parts in by_reward
+        }
+        for sample_id, by_reward in packed
+    }

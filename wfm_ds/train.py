@@ -1,0 +1,390 @@
+"""`deepspeed --num_gpus N -m wfm_ds.train RECIPE [section.key=value ...]`: one recipe, one run.
+
+Exit codes: 0 finished, or stopped on request at a step boundary; 2 recipe, data, model or reward error (one message);
+1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import functools
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from wfm_ds import __version__
+from wfm_ds.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from wfm_ds.algorithms import RlAlgorithm
+    from wfm_ds.checkpoint.checkpoints import Checkpoints
+    from wfm_ds.checkpoint.exporter import Exporter
+    from wfm_ds.datasets import TrainingData
+    from wfm_ds.job import Job
+    from wfm_ds.lifecycle import StopFlag
+    from wfm_ds.models.base import DiffusionModel
+    from wfm_ds.outcome import Outcome
+    from wfm_ds.output import Start
+    from wfm_ds.recipe import Recipe
+    from wfm_ds.rl import RlTrainer
+    from wfm_ds.rollout.groups import GroupSource
+    from wfm_ds.sft import SftTrainer
+    from wfm_ds.world import World
+
+log = logging.getLogger("wfm_ds.train")  # run with -m, __name__ is another
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="wfm_ds.train",
+        description="Post-train a diffusers pipeline as a recipe says.",
+        epilog="Example: deepspeed --num_gpus 8 -m wfm_ds.train recipes/sd3_nft.yaml run.steps=200",
+    )
+    p.add_argument("recipe", type=Path, help="a YAML recipe (docs/recipes.md)")
+    p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the recipe's")
+    p.add_argument("--check", action="store_true", help="validate recipe, data, model, rewards; print numbers")
+    p.add_argument("--overwrite", action="store_true", help="replace a run that is in the output folder already")
+    p.add_argument("--version", action="version", version=f"wfm_ds {__version__}")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from wfm_ds import lifecycle, recipe_file
+
+    arguments = lifecycle.strip_launcher_args(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_intermixed_args(arguments)
+    stop = lifecycle.install_signal_handlers()
+    quieten_libraries()
+    choose_accelerator()
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        recipe = recipe_file.load(args.recipe, args.overrides)
+        if args.check:
+            return check(recipe, rank, overwrite=args.overwrite)
+    except UserError as error:
+        lifecycle.user_error_exit(str(error), rank)
+    lifecycle.watch_parent()
+    return run(recipe, stop, overwrite=args.overwrite)
+
+
+def quieten_libraries() -> None:
+    """Hide what libraries say of their own affairs at each start; a user's own setting stays."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are meant
+
+
+def choose_accelerator() -> None:
+    """Without a CUDA device DeepSpeed is told to use the CPU; a user's own DS_ACCELERATOR stays."""
+    import torch
+
+    if "DS_ACCELERATOR" not in os.environ and not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"
+
+
+def check(recipe: Recipe, rank: int, *, overwrite: bool) -> int:
+    from wfm_ds import lifecycle
+    from wfm_ds.preflight import report
+
+    if rank == 0:
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        sys.stdout.write(report(recipe, world_size, overwrite=overwrite) + "\n")
+        lifecycle.write_status("finished", 0)
+    return 0
+
+
+def run(recipe: Recipe, stop: StopFlag, *, overwrite: bool) -> int:
+    """The whole run on this rank; returns the exit code."""
+    import torch.distributed as dist
+
+    from wfm_ds import lifecycle
+    from wfm_ds.logs import setup_logging
+    from wfm_ds.world import World
+
+    setup_logging(None, int(os.environ.get("RANK", "0")), console=True)
+    world = World.join()
+    ending = Ending(recipe.run.output_dir, world)
+    try:
+        outcome = prepare_and_train(recipe, world, stop, ending, overwrite=overwrite)
+    except UserError as error:
+        ending.failed(str(error))
+        lifecycle.user_error_exit(str(error), world.rank)
+    except RunError as error:
+        log.error("%s", error)
+        ending.failed(str(error))
+        return 1
+    except Exception as error:
+        # The border of the process: what nobody expected is recorded and then shown in full.
+        ending.failed(f"{type(error).__name__}: {error}")
+        raise
+    ending.reached(outcome)
+    dist.destroy_process_group()
+    return 0
+
+
+class Ending:
+    """Writes result.json once, on rank 0, as the run's last act; nothing before the output folder is ours.
+
+    A run that ends in an error before its first step takes back what it wrote, so that the mended recipe can start.
+    """
+
+    def __init__(self, folder: Path, world: World) -> None:
+        self.folder, self.world = folder, world
+        self.started = datetime.datetime.now(datetime.UTC)
+        self.start: Start | None = None  # once the folder is ours
+        self.loop: RlTrainer | SftTrainer | None = None  # once it runs
+        self.exporter: Exporter | None = None
+
+    def reached(self, outcome: Outcome) -> None:
+        from wfm_ds.lifecycle import write_status
+
+        if self.world.is_main:
+            if self.start is not None:  # not if the run had finished before
+                self._write(outcome.status, outcome.step, outcome.metrics, "")
+            write_status(outcome.status, outcome.step)
+
+    def failed(self, message: str) -> None:
+        from wfm_ds.output import REWARD, clear_run
+
+        if self.start is None or not self.world.is_main:
+            return
+        if self.loop is not None:
+            self._write("failed", self.loop.step, self.loop.metrics, message)
+        elif self.start.checkpoint is None:
+            clear_run(self.folder, keep=[REWARD])  # its log may be what the message is about
+
+    def _write(self, status: str, step: int, metrics: Mapping[str, float], message: str) -> None:
+        from wfm_ds.result import write_result
+
+        artifacts = self.exporter.artifacts if self.exporter is not None else {}
+        write_result(
+            self.folder,
+            status=status,
+            step=step,
+            metrics=metrics,
+            artifacts=artifacts,
+            started=self.started,
+            message=message,
+        )
+
+
+def prepare_and_train(
+    recipe: Recipe, world: World, stop: StopFlag, ending: Ending, *, overwrite: bool = False
+) -> Outcome:
+    """Check and load everything on all ranks, only then create, clear or open the output folder, and train."""
+    from wfm_ds.logs import setup_logging
+    from wfm_ds.outcome import Outcome
+    from wfm_ds.output import clear_run, locked, open_output
+    from wfm_ds.preflight import load_model, preflight
+
+    folder = recipe.run.output_dir
+    start = agreed_start(recipe, world, overwrite=overwrite)
+    if start.finished:
+        log.info("%s holds this run, finished with step %d: nothing to do", folder, start.step)
+        return Outcome("finished", start.step)
+    data = world.checked(lambda: preflight(recipe, world.size))
+    model = world.checked(lambda: load_model(recipe, world.device))
+    drawn = [prompt.text for prompt in (*data.prompts, *data.shown)]
+    world.checked(lambda: model.check_prompts(drawn[world.rank :: world.size]))
+    with contextlib.ExitStack() as held:
+        world.checked(lambda: held.enter_context(locked(folder)), on="main")
+        if overwrite and world.is_main:
+            clear_run(folder)
+        world.checked(lambda: open_output(recipe, start), on="main")
+        ending.start = start
+        setup_logging(folder, world.rank, console=recipe.logging.console)
+        endpoint = held.enter_context(reward_endpoint(recipe, world))
+        return train(recipe, world, stop, model, data, endpoint, ending)
+
+
+def agreed_start(recipe: Recipe, world: World, *, overwrite: bool) -> Start:
+    """Rank 0's view of the output folder, on every rank."""
+    from wfm_ds.output import Start, find_start
+
+    found = world.checked(lambda: dataclasses.asdict(find_start(recipe, world.size, overwrite=overwrite)), on="main")
+    return Start(**world.broadcast(found))
+
+
+@contextlib.contextmanager
+def reward_endpoint(recipe: Recipe, world: World) -> Iterator[str | None]:
+    """Where every rank finds the rewards: the recipe's service, or one that rank 0 runs meanwhile."""
+    from wfm_ds.rollout.rewards import RewardService
+
+    if recipe.reward is None or recipe.reward.endpoint is not None:
+        yield recipe.reward.endpoint if recipe.reward else None
+        return
+    reward = recipe.reward
+    service = world.checked(lambda: RewardService(reward, recipe.run.output_dir / "reward"), on="main")
+    try:
+        yield world.broadcast(service.endpoint if service is not None else None)
+    finally:
+        if service is not None:
+            service.stop()
+
+
+def train(
+    recipe: Recipe,
+    world: World,
+    stop: StopFlag,
+    model: DiffusionModel,
+    data: TrainingData,
+    endpoint: str | None,
+    ending: Ending,
+) -> Outcome:
+    """Wrap the denoiser, run the recipe's loop, evaluate and export. Every rank returns the same outcome."""
+    from wfm_ds.algorithms import build_rl
+    from wfm_ds.caches import drop_idle_encoders, latent_cache, needed_texts, text_cache
+    from wfm_ds.checkpoint.checkpoints import Checkpoints
+    from wfm_ds.checkpoint.exporter import Exporter
+    from wfm_ds.datasets import log_rejected
+    from wfm_ds.derived import derive
+    from wfm_ds.job import Job, build_engine
+    from wfm_ds.monitor import Monitor
+    from wfm_ds.preflight import engine_policies
+
+    start = ending.start
+    assert start is not None
+    size, derived = recipe.sampling, derive(recipe, world.size)
+    algorithm = None
+    if recipe.is_rl:
+        shape = model.latent_shape(size.height, size.width, size.num_frames)
+        algorithm = build_rl(recipe, model.sigmas(size.steps, shape))
+    engine = world.checked(lambda: build_engine(model, recipe, derived, world, engine_policies(recipe)))
+    texts = world.checked(lambda: text_cache(recipe, model, data))
+    if drop_idle_encoders(model, texts, needed_texts(recipe, model, data)):
+        log.info("all texts are in %s: the text encoders are not kept in memory", recipe.data.cache_dir)
+    with contextlib.ExitStack() as resources:
+        monitor = Monitor(
+            recipe.run.output_dir,
+            is_main=world.is_main,
+            tensorboard=recipe.logging.tensorboard,
+            console=recipe.logging.console,
+            total_steps=recipe.run.steps,
+            unit="videos" if model.video and size.num_frames > 1 else "images",
+            resumed_at=start.step * derived.updates_per_step if start.checkpoint else None,
+        )
+        resources.callback(monitor.close)
+        job = Job(
+            recipe=recipe,
+            derived=derived,
+            world=world,
+            stop=stop,
+            model=model,
+            engine=engine,
+            texts=texts,
+            latents=world.checked(lambda: latent_cache(recipe, model)),
+            monitor=monitor,
+        )
+        if world.is_main:
+            log_rejected(data)
+        exporter, checkpoints = Exporter(job), Checkpoints(job)
+        loop: RlTrainer | SftTrainer
+        if algorithm is not None:
+            loop = reinforcement(job, algorithm, data, exporter, checkpoints, endpoint, resources)
+        else:
+            loop = supervision(job, data, exporter, checkpoints, resources)
+        if start.checkpoint is not None:
+            checkpoints.restore(loop, Path(start.checkpoint))
+        ending.loop, ending.exporter = loop, exporter
+        try:
+            outcome = loop.run()
+        except RunError:  # raised on all ranks alike; the weights are those of the last good step
+            checkpoints.finish()
+            exporter.at_end(loop.step)
+            raise
+        checkpoints.finish()
+        exporter.at_end(outcome.step)
+        # Who asks a run to stop does not wait for an evaluation.
+        evaluation = loop.validator.at_end(outcome.step) if outcome.status == "finished" else {}
+        monitor.message(f"{outcome.status} at step {outcome.step}; result in {recipe.run.output_dir / 'result.json'}")
+    return dataclasses.replace(outcome, metrics={**outcome.metrics, **evaluation})
+
+
+def supervision(
+    job: Job, data: TrainingData, exporter: Exporter, checkpoints: Checkpoints, resources: contextlib.ExitStack
+) -> SftTrainer:
+    from wfm_ds.datasets import batch_source, readable
+    from wfm_ds.sft import SftTrainer, ValidationLoss
+    from wfm_ds.validation import Validator
+
+    recipe = job.recipe
+    source = batch_source(recipe, data, job.derived.samples_per_step, job.cached_latents)
+    resources.callback(source.close)
+    num_images, whole = recipe.validation.num_images, data.num_samples
+    held_out = job.world.checked(lambda: readable(data.held_out, recipe, num_images, whole=whole))
+    loss = ValidationLoss(job, held_out, source.framing) if held_out else None
+    return SftTrainer(job, source, Validator(job, data.shown, loss=loss), exporter, checkpoints)
+
+
+def reinforcement(
+    job: Job,
+    algorithm: RlAlgorithm,
+    data: TrainingData,
+    exporter: Exporter,
+    checkpoints: Checkpoints,
+    endpoint: str | None,
+    resources: contextlib.ExitStack,
+) -> RlTrainer:
+    from wfm_ds.rl import RlTrainer
+    from wfm_ds.rollout.colocated import ColocatedSource
+    from wfm_ds.rollout.rewards import RewardClient
+    from wfm_ds.validation import Validator
+
+    recipe, reward = job.recipe, job.recipe.reward
+    assert reward is not None
+    assert endpoint is not None
+    run = recipe.run.output_dir.name
+    rewards = job.world.checked(lambda: RewardClient(endpoint, reward, run=run, client=f"rank{job.world.rank}"))
+    resources.callback(rewards.close)
+    source = ColocatedSource(job, group_source(job, algorithm, data, resources), rewards, algorithm)
+    return RlTrainer(job, algorithm, source, Validator(job, data.shown, rewards=rewards), exporter, checkpoints)
+
+
+def group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources: contextlib.ExitStack) -> GroupSource:
+    """Groups about the data's media, or about prompts where it has no media."""
+    from wfm_ds.data.prompts import PromptOrder
+    from wfm_ds.datasets import batch_source
+    from wfm_ds.rollout.groups import PairGroups, PromptGroups
+    from wfm_ds.sft import clean_latents
+
+    recipe, seed = job.recipe, job.recipe.run.seed
+    assert recipe.rollout is not None
+    num_groups = recipe.rollout.prompts_per_step
+    if not data.samples:
+        return PromptGroups(PromptOrder(data.prompts, seed=seed, shuffle=recipe.data.shuffle), num_groups)
+    source = batch_source(recipe, data, num_groups, job.cached_latents)
+    resources.callback(source.close)
+    return PairGroups(job, source, functools.partial(clean_latents, job), algorithm.num_given)
+
+
+def entry(program: Callable[[], int] = main) -> NoReturn:
+    """Run it and leave with its exit code, whatever threads of gloo or NCCL still live.
+
+    An ordinary exit tears the interpreter down around them, and they may abort the process with a code of their own.
+    """
+    try:
+        code = program()
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except Exception:
+        log.exception("the run failed")  # the console is rank 0's
+        if os.environ.get("RANK", "0") != "0":
+            traceback.print_exc()
+        code = 1
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    entry()

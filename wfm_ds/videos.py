@@ -1,0 +1,68 @@
+"""Videos as files: MP4 for people and tools, GIF for pages that show only images. Everything is uint8 [T,H,W,3]."""
+
+from __future__ import annotations
+
+import io
+from fractions import Fraction
+from pathlib import Path
+from typing import TypeAlias
+
+import av
+import numpy as np
+import numpy.typing as npt
+from av.video.reformatter import Colorspace
+from PIL import Image
+
+Video: TypeAlias = npt.NDArray[np.uint8]
+"""[T,H,W,3] uint8, RGB."""
+
+# x264: a quality at which the eye sees no difference; no B-frames, with which equal frames gave other bytes in one of a
+# hundred small files (its assembler code reads memory that nothing has written).
+OPTIONS = {"crf": "18", "bf": "0"}
+THREADS = 4  # not the machine's number of cores, with which the bytes would change
+BT709 = 1  # ITU-T H.273: primaries, transfer and matrix of HD video; untagged, players guess by the size
+MIN_GIF_DELAY_MS = 20  # browsers show a shorter one as 100 ms
+
+
+def check_video(video: Video) -> None:
+    """Raise ValueError unless the array is uint8 [T,H,W,3] with T, H, W > 0."""
+    if video.dtype != np.uint8 or video.ndim != 4 or video.shape[-1] != 3 or video.size == 0:
+        raise ValueError(f"a video must be uint8 [T,H,W,3], got {video.dtype} {list(video.shape)}")
+
+
+def save_mp4(path: Path, video: Video, fps: float) -> None:
+    """Write H.264 in yuv420p with BT.709 colours, which every browser and player shows; equal frames, equal bytes.
+
+    yuv420p has one colour for 2 x 2 pixels: an odd height or width is filled up by a copy of the last row or column.
+    Raises ValueError for other arrays or an fps that is not positive, OSError if the file cannot be written.
+    """
+    check_video(video)
+    if not fps > 0:
+        raise ValueError(f"fps must be positive, got {fps}")
+    height, width = video.shape[1:3]
+    odd = ((0, height % 2), (0, width % 2), (0, 0))
+    with av.open(str(path), "w", format="mp4", options={"movflags": "+faststart"}) as container:
+        rate = Fraction(fps).limit_denominator(1001)
+        stream = container.add_stream("libx264", rate=rate, options=OPTIONS)
+        stream.width, stream.height, stream.pix_fmt = width + width % 2, height + height % 2, "yuv420p"
+        codec = stream.codec_context
+        codec.thread_count = THREADS
+        codec.colorspace = codec.color_primaries = codec.color_trc = BT709
+        for picture in video:
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(np.pad(picture, odd, mode="edge")), format="rgb24")
+            container.mux(stream.encode(frame.reformat(format="yuv420p", dst_colorspace=Colorspace.ITU709)))
+        container.mux(stream.encode(None))
+
+
+def gif_bytes(video: Video, fps: float) -> bytes:
+    """An animated GIF that repeats for ever, at most 50 frames a second. Raises ValueError as save_mp4 does."""
+    check_video(video)
+    if not fps > 0:
+        raise ValueError(f"fps must be positive, got {fps}")
+    # 256 colours for each frame; Pillow's own choice of them is a little better and a hundred times slower.
+    quick = Image.Quantize.FASTOCTREE
+    first, *others = [Image.fromarray(picture).quantize(256, method=quick) for picture in video]
+    delay_ms = max(MIN_GIF_DELAY_MS, 10 * round(100 / fps))  # the format counts in hundredths of a second
+    buffer = io.BytesIO()
+    first.save(buffer, format="GIF", save_all=True, append_images=others, duration=delay_ms, loop=0)
+    return buffer.getvalue()
