@@ -1,5 +1,5 @@
-"""The recipe's `sampling` section, and its `window`: at which denoise steps of a rollout noise is injected, one class for
-each kind."""
+"""The recipe's `sampling` section, and its `window`: at which denoise steps of a rollout noise is injected, one class
+for each kind."""
 
 from __future__ import annotations
 

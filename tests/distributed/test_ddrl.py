@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from clips import write_clip
-from distributed.test_runs import COMMON, assert_same_runs, records, train_on_rank
+from distributed.resuming import train_on_rank
+from distributed.same_runs import assert_same_runs, records
+from distributed.test_runs import COMMON
 
 pytestmark = pytest.mark.slow
 
@@ -72,5 +74,5 @@ def test_the_tiny_twins_of_the_cosmos_recipes_run(name, data, one_rank, tiny_pip
         "validation.at_start=false",
     ]
     outcome = one_rank.run(train_on_rank, recipe=str(TINY / f"{name}.yaml"), overrides=overrides)[0]
-    assert outcome == {"status": "finished", "step": 2}
+    assert (outcome["status"], outcome["step"]) == ("finished", 2)
     assert records(tmp_path / "out")[0]["optim/grad_norm"] > 0

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from distributed.resuming import records, train_on_rank
-from distributed.test_runs import records as shared_records
+from distributed.same_runs import assert_same_runs
 
 pytestmark = pytest.mark.slow
 
@@ -50,15 +50,6 @@ def exported(folder):
     return {f"{f.relative_to(last)} {name}": tensor for f in files for name, tensor in load_file(f).items()}
 
 
-def assert_close_runs(one, two):
-    for expected, got in zip(shared_records(one), shared_records(two), strict=True):
-        assert got == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    expected, got = exported(one), exported(two)
-    assert got.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert (got[name] - tensor).abs().max() <= 1e-5, name
-
-
 def moved(folder, kind):
     """How far the tensors of each expert are from the model, or from an adapter that does nothing, at most."""
     largest = {part: 0.0 for part in PARTS[kind]}
@@ -75,7 +66,7 @@ def test_sft_of_two_experts_on_two_ranks_is_that_on_one(one_rank, two_ranks, tra
     one = train(one_rank, "one", "wan22_sft_lora", "engine.micro_batch_size=4", *cut)
     two = train(two_ranks, "two", "wan22_sft_lora", "engine.micro_batch_size=2", *cut)
     assert all(largest > 1e-3 for largest in moved(one, "lora").values())
-    assert_close_runs(one, two)
+    assert_same_runs(one, two)
 
 
 def test_nft_of_two_experts_on_two_ranks_is_that_on_one(one_rank, two_ranks, train):
@@ -84,7 +75,7 @@ def test_nft_of_two_experts_on_two_ranks_is_that_on_one(one_rank, two_ranks, tra
     one = train(one_rank, "one", "wan_nft", "sampling.guidance_scale_low=2", *cut)
     two = train(two_ranks, "two", "wan_nft", "sampling.guidance_scale_low=2", *cut)
     assert all(largest > 1e-3 for largest in moved(one, "lora").values())
-    assert_close_runs(one, two)
+    assert_same_runs(one, two)
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])

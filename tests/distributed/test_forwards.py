@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from distributed.resuming import train_on_rank
 from forward_counts import counted, predicted
 
 pytestmark = pytest.mark.slow
@@ -78,18 +79,6 @@ def digits(tmp_path_factory):
     folder = tmp_path_factory.mktemp("digits")
     write_digits(folder)
     return folder / "images"
-
-
-def train_on_rank(recipe, overrides):
-    """One rank's run, up to its outcome."""
-    from wfm_ds import recipe_file
-    from wfm_ds.lifecycle import StopFlag
-    from wfm_ds.train import Ending, prepare_and_train
-    from wfm_ds.world import World
-
-    world = World.join()
-    loaded = recipe_file.load(Path(recipe), overrides)
-    return prepare_and_train(loaded, world, StopFlag(), Ending(loaded.run.output_dir, world)).status
 
 
 @pytest.mark.parametrize("case", CASES)

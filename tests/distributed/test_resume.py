@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from distributed.resuming import CASES, SLOW, STEPS, assert_equal_runs, records, settings, train_on_rank, weights
-from distributed.test_runs import assert_same_runs
+from distributed.same_runs import assert_same_runs
 from distributed.training import build, full_tensors, plain_step
 from wfm_ds.checkpoint.cuts import file_name
 from wfm_ds.checkpoint.state import capture, read_state

@@ -7,8 +7,9 @@ from pathlib import Path
 import av
 import numpy as np
 import pytest
-from safetensors.torch import load_file
 
+from distributed.resuming import train_on_rank
+from distributed.same_runs import assert_same_runs, records
 from forward_counts import counted, predicted
 
 ROOT = Path(__file__).parent.parent.parent
@@ -30,41 +31,6 @@ GRPO = {
     ),
     "same noise, best and worst, shares": ("sd3_dance_grpo", ["engine.deepspeed=zero2"]),
 }
-
-
-def train_on_rank(recipe, overrides):
-    """One rank's part of a run, up to its outcome."""
-    from wfm_ds import recipe_file
-    from wfm_ds.lifecycle import StopFlag
-    from wfm_ds.train import Ending, prepare_and_train
-    from wfm_ds.world import World
-
-    world = World.join()
-    loaded = recipe_file.load(Path(recipe), overrides)
-    outcome = prepare_and_train(loaded, world, StopFlag(), Ending(loaded.run.output_dir, world))
-    return {"status": outcome.status, "step": outcome.step}
-
-
-def records(folder):
-    """Metrics by line, without times and speeds, and without what counts one rank's own micro-batches."""
-    own = ("time", "perf/")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(own) and "seconds" not in k} for line in lines]
-
-
-def weights(folder):
-    files = sorted((folder / "safetensors").rglob("*.safetensors"))
-    kept = [f for f in files if f.parent.name in ("lora", "transformer")]
-    return {f"{f.parent.name}/{name}": tensor for f in kept for name, tensor in load_file(f).items()}
-
-
-def assert_same_runs(one, two, *, relative=1e-4):
-    for expected, got in zip(records(one), records(two), strict=True):
-        assert got == pytest.approx(expected, rel=relative, abs=1e-5)
-    expected, got = weights(one), weights(two)
-    assert got.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert (got[name] - tensor).abs().max() <= 1e-5, name
 
 
 @pytest.fixture
