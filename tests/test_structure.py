@@ -42,7 +42,14 @@ MAY_IMPORT = {
     "wfm_ds.models": ("wfm_ds.types", "wfm_ds.tensor_store"),
     "wfm_ds.ulysses": (),
     "wfm_ds.data": ("wfm_ds.types", "wfm_ds.atomic", "wfm_ds.storage"),
-    "wfm_ds.engine": ("wfm_ds.policy", "wfm_ds.guard", "wfm_ds.ds_config", "wfm_ds.recipe", "wfm_ds.world"),
+    "wfm_ds.engine": (
+        "wfm_ds.policy",
+        "wfm_ds.guard",
+        "wfm_ds.ds_config",
+        "wfm_ds.recipe",
+        "wfm_ds.ulysses",
+        "wfm_ds.world",
+    ),
     "wfm_reward": ("wfm_ds.pipes", "wfm_ds.types"),
 }
 MAY_UNPICKLE = {"wfm_ds.data.embeddings"}  # arrays alone, through an unpickler that refuses every other name
@@ -250,6 +257,7 @@ RUN_BY = {
     "wfm_ds.quickstart": "end_to_end/test_quickstart.py",
     "wfm_ds.recipe_data": "test_recipe_file.py",
     "wfm_ds.recipe_section": "test_recipe_file.py",
+    "wfm_ds.replica_data": "distributed/test_sequence_parallel_runs.py",
     "wfm_ds.rl": "distributed/test_runs.py",
     "wfm_ds.rollout.groups": "distributed/test_runs.py",
     "wfm_ds.sampling.shapes": "algorithms/test_diffusion_nft.py",
