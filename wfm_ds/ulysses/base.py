@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from wfm_ds.errors import UserError
 from wfm_ds.ulysses.exchange import gather, own, shares
+from wfm_ds.ulysses.hooks import change_arguments
 
 
 class SharedTokens(ABC):
@@ -30,20 +31,19 @@ class SharedTokens(ABC):
 
     transformer: ClassVar[type[nn.Module]]
     patch_embedding: ClassVar[str]  # the module whose output is split
-    refused: ClassVar[dict[str, str]] = {}  # arguments of forward that would need a share of their own, in words
+    refused: ClassVar[Mapping[str, str]] = {}  # arguments of forward that would need a share of their own, in words
 
     def __init__(self, transformer: Any, group: ProcessGroup) -> None:
         """Raises UserError for a transformer that cannot be shared as it is."""
         self.config = transformer.config
         self.group = group
-        self.num_ranks = dist.get_world_size(group)
+        self.num_ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.lengths: list[int] = []  # tokens of each rank in the running forward
-        self._signature = inspect.signature(type(transformer).forward)
         for name, part in transformer.named_modules():
             if getattr(part, "fused_projections", False):
                 raise self.cannot(f"{name} has fused projections; call unfuse_qkv_projections() first")
         self.share_blocks(transformer)
-        transformer.register_forward_pre_hook(self._enter, with_kwargs=True)
+        change_arguments(transformer, self._enter)
         getattr(transformer, self.patch_embedding).register_forward_hook(self._split)
         transformer.proj_out.register_forward_hook(self._gather)
 
@@ -76,17 +76,19 @@ class SharedTokens(ABC):
     def cannot(self, why: str) -> UserError:
         return UserError(f"{self.transformer.__name__} cannot share its tokens among ranks: {why}")
 
-    def _enter(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
-        arguments = self._signature.bind(None, *args, **kwargs).arguments
-        arguments.pop("self")
+    def _enter(self, arguments: dict[str, Any]) -> None:
         for name, words in self.refused.items():
             if arguments.get(name) is not None:
                 raise self.cannot(f"{words} ({name}) are not supported")
         self.lengths = self.token_shares(arguments)
-        return (), arguments
 
     def _split(self, _: nn.Module, args: Any, embedded: Tensor) -> Tensor:
         return self.split(embedded)
 
     def _gather(self, _: nn.Module, args: Any, projected: Tensor) -> Tensor:
         return gather(projected, 1, self.lengths, self.group)
+
+
+def patches(latents: Tensor, patch_size: Sequence[int]) -> list[int]:
+    """The grid of tokens, rows last but one: of latents [B,C,h,w] or [B,C,T,h,w]."""
+    return [count // side for count, side in zip(latents.shape[2:], patch_size, strict=True)]
