@@ -64,7 +64,8 @@ def check_needs(function: RewardFunction, prompts: Sequence[Prompt], *, local: b
 
 
 def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
-    """The recipe's pipeline; its denoiser re-initialised when the recipe trains from scratch. Raises ModelError when it
+    """The recipe's pipeline, its denoiser as it is stored (registry.load), or re-initialised when the recipe trains from
+    scratch. Raises ModelError when it
     cannot be loaded, RecipeError when the recipe's size does not fit the family."""
     settings, size = recipe.model, recipe.sampling
     model = registry.load(
@@ -74,6 +75,7 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
         max_sequence_length=settings.max_sequence_length,
         prompt_template=settings.prompt_template,
         guardrail=settings.guardrail,
+        mapped=settings.denoiser_init != "random",
     )
     try:
         model.latent_shape(size.height, size.width, size.num_frames)

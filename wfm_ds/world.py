@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wfm_ds.errors import UserError
+from wfm_ds.moves import MOVES
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +67,7 @@ class World:
         import torch
         import torch.distributed as dist
 
+        MOVES.begin(f"a reduction of {', '.join(values)}"[:80])
         numbers = torch.tensor([float(v) for v in values.values()], dtype=torch.float64)
         dist.all_reduce(numbers, op=op, group=self.host_group)
         return dict(zip(values, numbers.tolist(), strict=True))
@@ -91,6 +93,7 @@ class World:
         import torch
         import torch.distributed as dist
 
+        MOVES.begin("a broadcast of rank 0's value")
         blob = json.dumps(value).encode() if self.is_main else b""
         length = torch.tensor([len(blob)], dtype=torch.int64)
         dist.broadcast(length, src=0, group=self.host_group)
@@ -105,6 +108,7 @@ class World:
         import torch
         import torch.distributed as dist
 
+        MOVES.begin("a gathering of values")
         blob = json.dumps(value).encode()
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(blob)], dtype=torch.int64), group=self.host_group)
@@ -121,6 +125,7 @@ class World:
         import torch
         import torch.distributed as dist
 
+        MOVES.begin("a gathering of arrays")
         mine = torch.from_numpy(array.copy())
         arrays = [torch.empty_like(mine) for _ in range(self.size)] if self.is_main else []
         dist.gather(mine, arrays or None, dst=0, group=self.host_group)
@@ -129,6 +134,7 @@ class World:
     def barrier(self) -> None:
         import torch.distributed as dist
 
+        MOVES.begin("a barrier")
         dist.barrier(group=self.host_group)
 
     def checked(self, work: Callable[[], Any], on: str = "all") -> Any:
