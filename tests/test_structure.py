@@ -253,6 +253,7 @@ RUN_BY = {
     "wfm_ds.models.tiny.wan22": "models/tiny/test_tiny.py",
     "wfm_ds.models.tiny.wan22_ti2v": "models/tiny/test_tiny.py",
     "wfm_ds.outcome": "distributed/test_runs.py",
+    "wfm_ds.placement": "distributed/test_placement.py",
     "wfm_ds.quickstart": "end_to_end/test_quickstart.py",
     "wfm_ds.recipe_data": "test_recipe_file.py",
     "wfm_ds.recipe_section": "test_recipe_file.py",

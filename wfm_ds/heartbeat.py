@@ -103,6 +103,9 @@ class Roll:
                 now_s = time.monotonic()
                 if (verdict := self._roll_call.verdict(now_s)) is not None:
                     self._tell(verdict=[list(verdict.ranks), verdict.text, verdict.stuck])
+                    if not verdict.stuck:  # they will not answer
+                        for rank in set(verdict.ranks) & self._lines.keys():
+                            self._lines.pop(rank).close()
                     break
                 if now_s - told_at_s >= BEAT_S:
                     self._tell(alive=True)
@@ -261,7 +264,9 @@ class Heartbeat:
             if messages is None:
                 self._end(self._without_rank_0("its connection closed"))
                 return
-            if any("bye" in message for message in messages):
+            if any("bye" in message for message in messages):  # rank 0 has finished
+                self._decided.set()
+                self._line.close()
                 return
             for message in messages:
                 if "verdict" in message:

@@ -64,9 +64,9 @@ def check_needs(function: RewardFunction, prompts: Sequence[Prompt], *, local: b
 
 
 def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
-    """The recipe's pipeline, its denoiser as it is stored (registry.load), or re-initialised when the recipe trains from
-    scratch. Raises ModelError when it
-    cannot be loaded, RecipeError when the recipe's size does not fit the family."""
+    """The recipe's pipeline, its denoiser as it is stored until the engine places it, or re-initialised when the recipe
+    trains from scratch. Raises ModelError when it cannot be loaded, RecipeError when the recipe's size does not fit the
+    family."""
     settings, size = recipe.model, recipe.sampling
     model = registry.load(
         settings.path,

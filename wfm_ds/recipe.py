@@ -96,8 +96,8 @@ class EngineRecipe(Section):
     max_grad_norm: NonNegativeFloat = 1.0
     """Gradients are clipped to this global norm; 0 switches clipping off."""
     timeout_minutes: PositiveFloat = 30.0
-    """A run of several ranks ends, and names the rank that the others wait for, when none has begun a forward, a step or
-    an exchange for so long. Longer than loading the model, a reward or writing a checkpoint takes."""
+    """A run of several ranks ends, and names the rank that the others wait for, when none has begun a forward, step or
+    exchange for so long. Longer than loading the model, a reward or writing a checkpoint takes."""
     guard: bool = False
     """Before every forward, check that all ranks are about to do the same one. For debugging; costs one small
     all-reduce a forward."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from wfm_ds.world import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 WAIT_S = 300.0
+NUM_IMAGES = 40
 END_S = 60.0  # from the death of one node to the end of the other
 
 pytestmark = pytest.mark.slow
@@ -71,6 +73,9 @@ class Nodes:
 def nodes(tiny_pipelines, tmp_path):
     started = []
     write_digits(tmp_path / "digits")
+    images = sorted((tmp_path / "digits" / "images").iterdir())
+    for file in images[2 * NUM_IMAGES :]:  # each has a caption beside it
+        file.unlink()
     common = [
         str(ROOT / "recipes" / "tiny" / "sd3_sft_lora.yaml"),
         f"model.path={tiny_pipelines('sd3')}",
@@ -134,6 +139,20 @@ def test_sigterm_to_one_node_saves_and_ends_both(nodes, tmp_path):
     assert result(tmp_path)["status"] == "preempted"
     step = result(tmp_path)["step"]
     assert (tmp_path / "out" / "checkpoints" / f"step_{step}" / "COMPLETE").is_file()
+
+
+def test_a_rank_that_hangs_is_named_after_the_minutes_of_the_recipe(nodes, tmp_path):
+    """It reads a file that never comes: its process lives and its heart beats."""
+    both = nodes(*ENDLESS, "engine.timeout_minutes=0.5", "validation.holdout=0")
+    both.wait_for(tmp_path / "out" / "checkpoints" / "step_2" / "COMPLETE")
+    image = min((tmp_path / "digits" / "images").glob("*.png"))
+    image.unlink()
+    os.mkfifo(image)
+    assert both.codes() == [1, 1], both.printed()
+    (verdict,) = set(re.findall(r"the run ends: (rank [01] .*)", both.printed()))
+    assert re.match(r"rank [01] \(process \d+ on \S+\) is stuck: no progress for 3\d s at a reduction of .*", verdict)
+    assert verdict.endswith("; the others are further and wait")
+    assert "most recent call first" in both.printed()
 
 
 def test_a_stopped_rank_is_named(nodes, tmp_path):

@@ -38,8 +38,9 @@ def load_pipeline(
 ) -> Any:
     """The diffusers pipeline in `folder`, on the CPU, offline, from safetensors only.
 
-    `dtype_of(name)` is the dtype of a network; `extra` are parts that the folder does not hold; of the networks `mapped`
-    the parameters stay as they are stored, where that is one dtype (load_network). ModelError if a required part is null in the index, or if anything is missing, damaged or does not fit its config.
+    `dtype_of(name)` is the dtype of a network; `extra` are parts that the folder does not hold; `mapped` are networks
+    whose parameters stay as they are stored (load_network). ModelError if a required part is null in the index, or if
+    anything is missing, damaged or does not fit its config.
     """
     index = read_json(folder / "model_index.json")
     absent = [name for name, entry in index.items() if entry == ABSENT]
