@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from wfm_ds.algorithms import build_rl, rl_policies
-from wfm_ds.datasets import TrainingData, load_data, readable
+from wfm_ds.datasets import TrainingData, buckets_of, load_data, readable
 from wfm_ds.derived import derive
 from wfm_ds.ds_config import deepspeed_config, require_idle_experts
 from wfm_ds.errors import RecipeError
@@ -87,6 +87,7 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
         check_given_frames(recipe.algorithm, model, shape)
         if recipe.algorithm.flow_shift is None:
             _ = model.flow_shift  # raises where the scheduler has none
+    buckets_of(recipe, model)  # raises for sizes that the family has not
     if len(model.sigma_ranges) > 1:
         require_idle_experts(recipe)
     elif size.guidance_scale_low is not None:
@@ -159,8 +160,8 @@ def report(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> str:
     """What `--check` prints when all is well. Raises UserError otherwise."""
     start = find_start(recipe, world_size, overwrite=overwrite)
     data = preflight(recipe, world_size)
-    readable(data.samples, recipe, NUM_DECODED, whole=data.num_samples)
     model = load_model(recipe, torch.device("cpu"))
+    readable(data.samples, recipe, buckets_of(recipe, model), NUM_DECODED, whole=data.num_samples)
     check_spawned_rewards(recipe)
     counts = (
         f"prompts                    {len(data.prompts)}"

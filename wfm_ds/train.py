@@ -312,16 +312,19 @@ def train(
 def supervision(
     job: Job, data: TrainingData, exporter: Exporter, checkpoints: Checkpoints, resources: contextlib.ExitStack
 ) -> SftTrainer:
-    from wfm_ds.datasets import batch_source, readable
+    from wfm_ds.datasets import batch_source, buckets_of, readable
     from wfm_ds.sft import SftTrainer, ValidationLoss
     from wfm_ds.validation import Validator
 
-    recipe = job.recipe
-    source = batch_source(recipe, data, job.derived.samples_per_step, job.cached_latents)
+    recipe, world = job.recipe, job.world
+    buckets = buckets_of(recipe, job.model)
+    batches = {"global_batch": job.derived.samples_per_step, "unit": recipe.engine.micro_batch_size}
+    source = batch_source(job, data, buckets, **batches)
     resources.callback(source.close)
     num_images, whole = recipe.validation.num_images, data.num_samples
-    held_out = job.world.checked(lambda: readable(data.held_out, recipe, num_images, whole=whole))
-    loss = ValidationLoss(job, held_out, source.framing) if held_out else None
+    held_out = world.checked(lambda: readable(data.held_out, recipe, buckets, num_images, whole=whole))
+    framings = world.checked(lambda: [buckets.framing_of(sample.media) for sample in held_out])
+    loss = ValidationLoss(job, held_out, framings) if held_out else None
     return SftTrainer(job, source, Validator(job, data.shown, loss=loss), exporter, checkpoints)
 
 
@@ -352,7 +355,7 @@ def reinforcement(
 def group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources: contextlib.ExitStack) -> GroupSource:
     """Groups about the data's media, or about prompts where it has no media."""
     from wfm_ds.data.prompts import PromptOrder
-    from wfm_ds.datasets import batch_source
+    from wfm_ds.datasets import batch_source, buckets_of
     from wfm_ds.rollout.groups import PairGroups, PromptGroups
     from wfm_ds.sft import clean_latents
 
@@ -361,7 +364,8 @@ def group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources
     num_groups = recipe.rollout.prompts_per_step
     if not data.samples:
         return PromptGroups(PromptOrder(data.prompts, seed=seed, shuffle=recipe.data.shuffle), num_groups)
-    source = batch_source(recipe, data, num_groups, job.cached_latents)
+    # The rollouts of a step and their data have one size.
+    source = batch_source(job, data, buckets_of(recipe, job.model), global_batch=num_groups, unit=num_groups)
     resources.callback(source.close)
     return PairGroups(job, source, functools.partial(clean_latents, job), algorithm.num_given)
 

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
 
+MAX_MULTIPLE = 1024  # of height and width in pixels
+
+
 @dataclass(frozen=True, slots=True)
 class NegativeText:
     """A text that guidance contrasts with, or the "" that replaces a dropped caption: see encode_negative."""
@@ -245,6 +248,18 @@ class DiffusionModel(ABC):
     @abstractmethod
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
         """(C,h,w) of an image or (C,T,h,w) of a video of this many pixels; ValueError names the multiple it must be."""
+
+    def size_multiple(self, num_frames: int = 1) -> int:
+        """What height and width are multiples of: the smallest size that there is."""
+
+        def exists(size: int) -> bool:
+            try:
+                self.latent_shape(size, size, num_frames)
+            except ValueError:
+                return False
+            return True
+
+        return next(size for size in range(1, MAX_MULTIPLE + 1) if exists(size))
 
     @abstractmethod
     def num_tokens(self, shape: Sequence[int]) -> int:
