@@ -143,6 +143,20 @@ def test_bad_media_are_counted_up_to_the_limit(sft, images):
         filled(sft("data.max_bad_fraction=0.2"), model, data, 1)
 
 
+def test_each_size_of_the_buckets_has_latents_of_its_own(sft, images):
+    Image.new("RGB", (32, 64), "red").save(images / "1.png")
+    recipe = sft("data.buckets=[[16, 16], [32, 16]]", "validation.holdout=0")
+    model, data = load_model(recipe, CPU), load_data(recipe)
+    filled(recipe, model, data, 2)
+    cache, (square, upright) = latent_cache(recipe, model), buckets_of(recipe, model).framings
+    for sample in data.samples:
+        here, elsewhere = (upright, square) if sample.id == "1" else (square, upright)
+        assert cache.read(sample.media, here).shape == (4, here.height // 2, here.width // 2)
+        assert cache.read(sample.media, elsewhere) is None
+    (again,) = filled(recipe, model, data, 1)
+    assert again["new"] == 0
+
+
 @pytest.mark.parametrize("override", ["data.cache_dir=null", "data.crop=random", "data.clip=random"])
 def test_latents_that_differ_each_epoch_cannot_be_kept(sft, override):
     with pytest.raises(RecipeError, match="cache_latents needs a cache_dir, and clip: centre and crop: centre"):

@@ -162,6 +162,24 @@ def test_few_broken_media_are_judged_by_the_size_of_their_data_set(sft, images, 
         readable(held_out[:1], sft(), one, 3, whole=40)
 
 
+@pytest.mark.parametrize("buckets", ["[[16, 16], [16, 18]]", "auto"])
+def test_sizes_of_buckets_that_the_family_has_not_are_refused_and_others_are_looked_into(sft, images, buckets):
+    Image.new("RGB", (64, 32)).save(images / "01.png")
+    (images / "02.png").write_bytes(b"")
+    with pytest.raises(RecipeError, match=r"data\.buckets: the size \[\d+, \d+\] cannot be trained on: .* must be a"):
+        report(sft(f"data.buckets={buckets}", "sampling.height=128", "sampling.width=128"), world_size=1)
+    assert "all checks passed" in report(sft("data.buckets=auto"), world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "said"),
+    [("[]", "data.buckets"), ("[[16, 16], [16, 16]]", "buckets names a size twice"), ("[[16, 0]]", "data.buckets")],
+)
+def test_a_list_of_sizes_that_says_nothing_is_refused(sft, buckets, said):
+    with pytest.raises(RecipeError, match=said):
+        sft(f"data.buckets={buckets}")
+
+
 def test_size_that_the_family_cannot_make_is_a_recipe_error(rl):
     with pytest.raises(RecipeError, match=r"sampling: .*multiple of 4"):
         load_model(rl("sampling.height=34"), torch.device("cpu"))

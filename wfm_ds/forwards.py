@@ -1,9 +1,8 @@
 """How often a recipe runs the denoiser: what `perf/forwards_*` will say, known before anything runs.
 
 Counts are those of one rank, equal on all ranks, and exact as long as every optimizer step is applied. With two experts
-a micro-batch holds terms of one, so an update may run one forward more of each purpose; with `data.buckets` a validation
-loss runs a forward more for each further size. The names are those of
-`Job.forwards`.
+a micro-batch holds terms of one, so an update may run one forward more of each purpose; with `data.buckets` a
+validation loss runs a forward more for each further size. The names are those of `Job.forwards`.
 """
 
 from __future__ import annotations
