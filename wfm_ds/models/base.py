@@ -95,6 +95,10 @@ class DiffusionModel(ABC):
         """Parts of the pipeline that its folder does not hold; ModelError if one is missing."""
         return {}
 
+    @classmethod  # noqa: B027, most families load whatever their classes name
+    def check_folder(cls, folder: Path) -> None:
+        """ModelError for a pipeline of the family's classes that cannot be loaded, before that is tried."""
+
     def take_denoiser(self, pipeline: Any) -> nn.Module:
         """The one module that the engine trains; it holds all of `denoiser_parts`."""
         denoiser: nn.Module = pipeline.transformer
