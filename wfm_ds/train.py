@@ -96,7 +96,8 @@ def check(recipe: Recipe, rank: int, *, overwrite: bool) -> int:
     from wfm_ds.preflight import report
 
     if rank == 0:
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        # Without a launcher: as for the fewest ranks that can run it.
+        world_size = int(os.environ.get("WORLD_SIZE", str(recipe.engine.sequence_parallel)))
         sys.stdout.write(report(recipe, world_size, overwrite=overwrite) + "\n")
         lifecycle.write_status("finished", 0)
     return 0
@@ -181,12 +182,16 @@ def prepare_and_train(
     recipe: Recipe, world: World, stop: StopFlag, ending: Ending, *, overwrite: bool = False
 ) -> Outcome:
     """Check and load everything on all ranks, only then create, clear or open the output folder, and train."""
+    from wfm_ds.derived import num_replicas
     from wfm_ds.logs import setup_logging
     from wfm_ds.outcome import Outcome
     from wfm_ds.output import clear_run, locked, open_output
     from wfm_ds.preflight import load_model, preflight
+    from wfm_ds.world import ranks_per_node
 
     folder = recipe.run.output_dir
+    num_replicas(recipe, world.size, ranks_per_node=ranks_per_node(world.size))
+    world = world.in_replicas(recipe.engine.sequence_parallel)
     start = agreed_start(recipe, world, overwrite=overwrite)
     if start.finished:
         log.info("%s holds this run, finished with step %d: nothing to do", folder, start.step)
@@ -313,6 +318,7 @@ def supervision(
     job: Job, data: TrainingData, exporter: Exporter, checkpoints: Checkpoints, resources: contextlib.ExitStack
 ) -> SftTrainer:
     from wfm_ds.datasets import batch_source, buckets_of, readable
+    from wfm_ds.replica_data import chosen_once
     from wfm_ds.sft import SftTrainer, ValidationLoss
     from wfm_ds.validation import Validator
 
@@ -322,8 +328,11 @@ def supervision(
     source = batch_source(job, data, buckets, **batches)
     resources.callback(source.close)
     num_images, whole = recipe.validation.num_images, data.num_samples
-    held_out = world.checked(lambda: readable(data.held_out, recipe, buckets, num_images, whole=whole))
-    framings = world.checked(lambda: [buckets.framing_of(sample.media) for sample in held_out])
+    held_out = chosen_once(
+        world, data.held_out, lambda: readable(data.held_out, recipe, buckets, num_images, whole=whole)
+    )
+    places = world.checked(lambda: [buckets.index_of(sample.media) for sample in held_out], on="leaders")
+    framings = [buckets.framings[place] for place in world.share(places)]
     loss = ValidationLoss(job, held_out, framings) if held_out else None
     return SftTrainer(job, source, Validator(job, data.shown, loss=loss), exporter, checkpoints)
 
