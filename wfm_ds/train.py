@@ -98,7 +98,8 @@ def check(recipe: Recipe, rank: int, *, overwrite: bool) -> int:
     from wfm_ds.preflight import report
 
     if rank == 0:
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        # Without a launcher: as for the fewest ranks that can run it.
+        world_size = int(os.environ.get("WORLD_SIZE", str(recipe.engine.sequence_parallel)))
         sys.stdout.write(report(recipe, world_size, overwrite=overwrite) + "\n")
         lifecycle.write_status("finished", 0)
     return 0
@@ -142,12 +143,16 @@ def prepare_and_train(
     recipe: Recipe, world: World, stop: StopFlag, ending: Ending, *, overwrite: bool = False
 ) -> Outcome:
     """Check and load everything on all ranks, only then create, clear or open the output folder, and train."""
+    from wfm_ds.derived import num_replicas
     from wfm_ds.logs import setup_logging
     from wfm_ds.outcome import Outcome
     from wfm_ds.output import clear_run, locked, open_output
     from wfm_ds.preflight import load_model, preflight
+    from wfm_ds.world import ranks_per_node
 
     folder = recipe.run.output_dir
+    num_replicas(recipe, world.size, ranks_per_node=ranks_per_node(world.size))
+    world = world.in_replicas(recipe.engine.sequence_parallel)
     start = agreed_start(recipe, world, overwrite=overwrite)
     if start.finished:
         log.info("%s holds this run, finished with step %d: nothing to do", folder, start.step)
@@ -273,16 +278,23 @@ def train(
 def supervision(
     job: Job, data: TrainingData, exporter: Exporter, checkpoints: Checkpoints, resources: contextlib.ExitStack
 ) -> SftTrainer:
-    from wfm_ds.datasets import batch_source, readable
+    from wfm_ds.datasets import batch_source, buckets_of, readable
+    from wfm_ds.replica_data import chosen_once
     from wfm_ds.sft import SftTrainer, ValidationLoss
     from wfm_ds.validation import Validator
 
-    recipe = job.recipe
-    source = batch_source(recipe, data, job.derived.samples_per_step, job.cached_latents)
+    recipe, world = job.recipe, job.world
+    buckets = buckets_of(recipe, job.model)
+    batches = {"global_batch": job.derived.samples_per_step, "unit": recipe.engine.micro_batch_size}
+    source = batch_source(job, data, buckets, **batches)
     resources.callback(source.close)
     num_images, whole = recipe.validation.num_images, data.num_samples
-    held_out = job.world.checked(lambda: readable(data.held_out, recipe, num_images, whole=whole))
-    loss = ValidationLoss(job, held_out, source.framing) if held_out else None
+    held_out = chosen_once(
+        world, data.held_out, lambda: readable(data.held_out, recipe, buckets, num_images, whole=whole)
+    )
+    places = world.checked(lambda: [buckets.index_of(sample.media) for sample in held_out], on="leaders")
+    framings = [buckets.framings[place] for place in world.share(places)]
+    loss = ValidationLoss(job, held_out, framings) if held_out else None
     return SftTrainer(job, source, Validator(job, data.shown, loss=loss), exporter, checkpoints)
 
 
@@ -313,7 +325,7 @@ def reinforcement(
 def group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources: contextlib.ExitStack) -> GroupSource:
     """Groups about the data's media, or about prompts where it has no media."""
     from wfm_ds.data.prompts import PromptOrder
-    from wfm_ds.datasets import batch_source
+    from wfm_ds.datasets import batch_source, buckets_of
     from wfm_ds.rollout.groups import PairGroups, PromptGroups
     from wfm_ds.sft import clean_latents
 
@@ -322,7 +334,8 @@ def group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources
     num_groups = recipe.rollout.prompts_per_step
     if not data.samples:
         return PromptGroups(PromptOrder(data.prompts, seed=seed, shuffle=recipe.data.shuffle), num_groups)
-    source = batch_source(recipe, data, num_groups, job.cached_latents)
+    # The rollouts of a step and their data have one size.
+    source = batch_source(job, data, buckets_of(recipe, job.model), global_batch=num_groups, unit=num_groups)
     resources.callback(source.close)
     return PairGroups(job, source, functools.partial(clean_latents, job), algorithm.num_given)
 

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
 
+MAX_MULTIPLE = 1024  # of height and width in pixels
+
+
 @dataclass(frozen=True, slots=True)
 class NegativeText:
     """A text that guidance contrasts with, or the "" that replaces a dropped caption: see encode_negative."""
@@ -94,6 +97,10 @@ class DiffusionModel(ABC):
     def extra_parts(cls, folder: Path, setting: Guardrail) -> dict[str, Any]:
         """Parts of the pipeline that its folder does not hold; ModelError if one is missing."""
         return {}
+
+    @classmethod  # noqa: B027, most families load whatever their classes name
+    def check_folder(cls, folder: Path) -> None:
+        """ModelError for a pipeline of the family's classes that cannot be loaded, before that is tried."""
 
     def take_denoiser(self, pipeline: Any) -> nn.Module:
         """The one module that the engine trains; it holds all of `denoiser_parts`."""
@@ -248,6 +255,18 @@ class DiffusionModel(ABC):
     @abstractmethod
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
         """(C,h,w) of an image or (C,T,h,w) of a video of this many pixels; ValueError names the multiple it must be."""
+
+    def size_multiple(self, num_frames: int = 1) -> int:
+        """What height and width are multiples of: the smallest size that there is."""
+
+        def exists(size: int) -> bool:
+            try:
+                self.latent_shape(size, size, num_frames)
+            except ValueError:
+                return False
+            return True
+
+        return next(size for size in range(1, MAX_MULTIPLE + 1) if exists(size))
 
     @abstractmethod
     def num_tokens(self, shape: Sequence[int]) -> int:

@@ -147,6 +147,7 @@ def load(
             f"{folder}: {family.family} has no prompt template, its pipeline takes prompts as they are; remove "
             "model.prompt_template"
         )
+    family.check_folder(folder)
     length = max_sequence_length or stored_sequence_length(folder)
     low_precision_text = device.type == "cuda" and dtype == torch.bfloat16
 
