@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "wfm_ds.models": ("wfm_ds.types", "wfm_ds.tensor_store"),
     "wfm_ds.data": ("wfm_ds.types", "wfm_ds.atomic", "wfm_ds.storage"),
     "wfm_ds.engine": ("wfm_ds.policy", "wfm_ds.guard", "wfm_ds.ds_config", "wfm_ds.recipe", "wfm_ds.world"),
-    "wfm_reward": ("wfm_ds.pipes", "wfm_ds.types"),
+    "wfm_reward": ("wfm_ds.pipes", "wfm_ds.types", "wfm_ds.chunks"),
 }
 MAY_UNPICKLE = {"wfm_ds.data.embeddings"}  # arrays alone, through an unpickler that refuses every other name
 # Commands that stand in a package for the sake of their name; they may use everything.

@@ -25,7 +25,7 @@ from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.sockets import Mailbox, private_folder
 from wfm_reward import registry
 from wfm_reward.config import ServiceConfig, load_config
-from wfm_reward.scorers import Scorers
+from wfm_reward.scorers import Program, Scorers, scorer
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Service:
         except UserError:
             self._remove_folder()
             raise
-        self._scorers = Scorers(self._hub, dict(config.rewards), self._selector)
+        self._scorers = Scorers(self._hub, programs(config), self._selector)
 
     def run(self) -> int:
         """Serve until asked to stop. Raises RewardError if a reward cannot start."""
@@ -106,7 +106,9 @@ class Service:
     def _bound(self) -> Hub:
         pipes = self.config.pipes
         kinds = {
-            f"score:{name}": Kind(reward.stall_s, {"max_batch": reward.max_batch, "options": reward.options})
+            f"score:{name}": Kind(
+                reward.stall_s, {"max_batch": reward.max_batch, "options": reward.options}, reward.max_waiting
+            )
             for name, reward in self.config.rewards.items()
         }
         return Hub(
@@ -157,6 +159,11 @@ class Service:
     def _remove_folder(self) -> None:
         with contextlib.suppress(OSError):  # it holds files of others
             self._folder.rmdir()
+
+
+def programs(config: ServiceConfig) -> dict[str, Program]:
+    """What the workers run, by the name of the reward."""
+    return {name: scorer(name, reward) for name, reward in config.rewards.items()}
 
 
 def _say(status: dict[str, object]) -> None:

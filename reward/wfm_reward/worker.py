@@ -6,6 +6,7 @@ Stdin stays open behind that line: its end of file means that the supervisor is 
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -13,12 +14,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from wfm_ds.chunks import chunks
 from wfm_ds.errors import UserError
 from wfm_ds.pipes.wire import Array
 from wfm_ds.pipes.worker import LeaseWorker, Progress, TaskFailed, TaskInHand
@@ -53,13 +55,15 @@ def main() -> int:
         settings["endpoint"],
         worker=settings["worker"],
         name=settings["name"],
-        kinds=[f"score:{settings['reward']}"],
-        credit=1,  # a task that kills its worker takes no innocent one along
+        kinds=[settings["kind"]],
+        credit=settings["max_batch"] if settings["max_wait_ms"] else 1,  # rows that it wants to have at once
         parent_fd=0,
         watchdog_s=settings["stall_s"] + 10.0,
     )
     scoring = Scoring(reward, settings["reward"], settings["max_batch"])
-    worker.run(scoring.task)
+    # Without a delay a task is a batch by itself: scores then do not depend on what else arrives.
+    max_rows = settings["max_batch"] if settings["max_wait_ms"] else 1
+    worker.run_batches(scoring.tasks, max_rows=max_rows, max_wait_s=settings["max_wait_ms"] / 1000)
     return 0
 
 
@@ -71,21 +75,30 @@ class Scoring:
     name: str  # as the recipe calls it
     max_batch: int
 
-    def task(self, task: TaskInHand, progress: Progress) -> Mapping[str, Any]:
-        """{"scores": [[value, failure, parts], ...]} of a task's rows.
+    def tasks(self, tasks: Sequence[TaskInHand], progress: Progress) -> list[Mapping[str, Any] | TaskFailed]:
+        """For each task {"scores": [[value, failure, parts], ...] of its rows, "batch": items scored together}.
 
-        A row is {id, prompt, metadata, fps}, its tensor uint8 [H,W,3] or [T,H,W,3].
+        A row is {id, prompt, metadata, fps}, its tensor uint8 [H,W,3] or [T,H,W,3]. Rows of one shape and speed that
+        follow each other are scored together, at most max_batch of them, whichever task they are of.
         """
-        tensors = task.tensors()
-        if len(tensors) != len(task.rows) or any(t.dtype != np.uint8 or t.ndim not in (3, 4) for t in tensors):
-            raise TaskFailed("each item needs uint8 media of shape [H,W,3] or [T,H,W,3]", fatal=True)
-        scores: list[Score] = []
-        for start in range(0, len(tensors), self.max_batch):
-            part = slice(start, start + self.max_batch)
-            for some in self.items(task.rows[part], tensors[part]):
-                scores += some
-                progress(len(scores), len(tensors))
-        return {"scores": [[s.value, _short(s.failure), dict(s.parts)] for s in scores]}
+        media = [_media(task) for task in tasks]
+        items = [
+            (number, row, tensor)
+            for number, (task, tensors) in enumerate(zip(tasks, media, strict=True))
+            if not isinstance(tensors, TaskFailed)
+            for row, tensor in zip(task.rows, tensors, strict=True)
+        ]
+        answers: list[dict[str, Any]] = [{"scores": [], "batch": 0} for _ in tasks]
+        done = 0
+        for part in _alike(items, self.max_batch):
+            numbers, rows, tensors = zip(*part, strict=True)
+            scored = (score for some in self.items(rows, tensors) for score in some)
+            for number, score in zip(numbers, scored, strict=True):
+                answers[number]["scores"].append([score.value, _short(score.failure), dict(score.parts)])
+                answers[number]["batch"] = len(part)
+                done += 1
+                progress(done, len(items))
+        return [m if isinstance(m, TaskFailed) else a for m, a in zip(media, answers, strict=True)]
 
     def items(self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[Array]) -> Iterator[list[Score]]:
         """The scores in order, in one piece if the batch can be scored as a whole, else item by item."""
@@ -154,6 +167,26 @@ class Scoring:
 
     def _failed(self, sample_id: str, why: str, seconds: float = 0.0) -> Score:
         return Score(sample_id=sample_id, reward=self.name, failure=why, seconds=seconds)
+
+
+def _media(task: TaskInHand) -> list[Array] | TaskFailed:
+    try:
+        tensors = task.tensors()
+    except TaskFailed as error:
+        return error
+    if len(tensors) != len(task.rows) or any(t.dtype != np.uint8 or t.ndim not in (3, 4) for t in tensors):
+        return TaskFailed("each item needs uint8 media of shape [H,W,3] or [T,H,W,3]", fatal=True)
+    return tensors
+
+
+Item: TypeAlias = tuple[int, Mapping[str, Any], Array]
+"""Of a batch: the number of its task, its row, its media."""
+
+
+def _alike(items: Iterable[Item], max_batch: int) -> Iterator[Sequence[Item]]:
+    """Neighbours of one shape and speed, at most max_batch of them at a time."""
+    for _, some in itertools.groupby(items, key=lambda item: (item[2].shape, item[1]["fps"])):
+        yield from chunks(list(some), max_batch)
 
 
 def _short(reason: str | None) -> str | None:
