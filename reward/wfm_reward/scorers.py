@@ -22,7 +22,7 @@ import wfm_ds
 import wfm_reward
 from wfm_ds.errors import RewardError
 from wfm_ds.pipes.hub import Hub
-from wfm_reward.config import RewardConfig
+from wfm_reward.config import DecoderConfig, RewardConfig
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,13 @@ def scorer(name: str, config: RewardConfig) -> Program:
         f"reward {name}", f"score:{name}", "wfm_reward.worker", {"reward": name, **settings}, config.device,
         config.workers, config.python,
     )  # fmt: skip
+
+
+def decoder(channels: int, config: DecoderConfig, folder: Path) -> Program:
+    """The program that makes videos of latents with so many channels, in files of that folder."""
+    settings = {**config.model_dump(), "channels": channels, "folder": str(folder.absolute())}
+    title = f"latent decoder {channels}"
+    return Program(title, f"decode:{channels}", "wfm_reward.decoder", settings, config.device, 1)
 
 
 @dataclass(slots=True)

@@ -1,17 +1,10 @@
-"""`python -m wfm_reward.worker`: one scorer process. Started by serve.py; settings come as one line of JSON on stdin.
-
-Stdin stays open behind that line: its end of file means that the supervisor is gone. Stdout carries one line of status,
-{"ready": true} or {"error": ...}; whatever a reward prints goes to stderr.
-"""
+"""`python -m wfm_reward.worker`: one scorer process. Started by serve.py (program.py says how)."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import math
-import os
-import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,50 +14,28 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from wfm_ds.chunks import chunks
-from wfm_ds.errors import UserError
 from wfm_ds.pipes.wire import Array
-from wfm_ds.pipes.worker import LeaseWorker, Progress, TaskFailed, TaskInHand
+from wfm_ds.pipes.worker import Progress, TaskFailed, TaskInHand
 from wfm_ds.types import MediaBatch, Score
 from wfm_reward import registry
 from wfm_reward.base import Reward
 from wfm_reward.frames import score_frames
+from wfm_reward.program import Work, run
 
 log = logging.getLogger(__name__)
 
 REASON_CHARS = 200  # of one item's failure
 
 
-def main() -> int:
-    """The exit status: 0 when told to stop, 2 when the reward cannot be loaded."""
-    status_fd = os.dup(1)  # not inherited by what a reward starts
-    os.dup2(2, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which closes stdin
-    with open(0, "rb", buffering=0, closefd=False) as stdin:
-        settings = json.loads(stdin.readline())
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {settings['name']} %(levelname)s %(message)s")
-    try:
-        reward = registry.create(settings["reward"], settings["device"], settings["options"])
-        reward.load()
-    except Exception as error:  # the border of foreign code: it becomes the service's one-line error
-        log.exception("%s cannot start", settings["reward"])
-        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        _tell(status_fd, {"error": reason})
-        return 2
-    _tell(status_fd, {"ready": True})
-    worker = LeaseWorker(
-        settings["endpoint"],
-        worker=settings["worker"],
-        name=settings["name"],
-        kinds=[settings["kind"]],
-        credit=settings["max_batch"] if settings["max_wait_ms"] else 1,  # rows that it wants to have at once
-        parent_fd=0,
-        watchdog_s=settings["stall_s"] + 10.0,
-    )
+def load(settings: Mapping[str, Any]) -> Work:
+    """Raises RewardError if the reward is unknown or cannot be loaded."""
+    reward = registry.create(settings["reward"], settings["device"], settings["options"])
+    reward.load()
     scoring = Scoring(reward, settings["reward"], settings["max_batch"])
-    # Without a delay a task is a batch by itself: scores then do not depend on what else arrives.
-    max_rows = settings["max_batch"] if settings["max_wait_ms"] else 1
-    worker.run_batches(scoring.tasks, max_rows=max_rows, max_wait_s=settings["max_wait_ms"] / 1000)
-    return 0
+    if not settings["max_wait_ms"]:
+        # A task is a batch by itself: its scores do not depend on what else arrives.
+        return Work(scoring.tasks, settings["stall_s"])
+    return Work(scoring.tasks, settings["stall_s"], settings["max_batch"], settings["max_wait_ms"] / 1000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,9 +165,5 @@ def _short(reason: str | None) -> str | None:
     return None if reason is None else reason[:REASON_CHARS].encode(errors="replace").decode()
 
 
-def _tell(status_fd: int, status: Mapping[str, Any]) -> None:
-    os.write(status_fd, json.dumps(status).encode() + b"\n")
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(load))
