@@ -112,10 +112,12 @@ def train_and_save(folder: Path) -> None:
         (folder / LIVE).write_text(json.dumps(live))
 
 
-def write_small_buckets(file: Path) -> None:
-    """ZeRO-3 without the gigabytes that its default buckets take of a laptop."""
-    elements = {"reduce_bucket_size": 2e7, "stage3_prefetch_bucket_size": 2e7, "stage3_max_live_parameters": 1e8}
-    file.write_text(json.dumps({"zero_optimization": {"stage": 3, **elements}}))
+def write_small_buckets(file: Path, stage: int = 3) -> None:
+    """ZeRO without the gigabytes that its default buckets take of a laptop."""
+    elements = {"reduce_bucket_size": 2e7}
+    if stage == 3:
+        elements |= {"stage3_prefetch_bucket_size": 2e7, "stage3_max_live_parameters": 1e8}
+    file.write_text(json.dumps({"zero_optimization": {"stage": stage, **elements}}))
 
 
 def resident_mib(what: str) -> float:

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from wfm_ds.ds_config import deepspeed_config, policy_copies
 from wfm_ds.guard import Guard
+from wfm_ds.moves import MOVES
+from wfm_ds.placement import cast_unplaced, place
 from wfm_ds.policy import Flats, ShardedCopy, Shards, add_adapters, publish_to_adapter, use_adapter
 from wfm_ds.recipe import OptimizerRecipe, Recipe
 from wfm_ds.seeds import derive_seed
@@ -29,6 +31,7 @@ from wfm_ds.world import World, ranks_per_node
 
 logger = logging.getLogger(__name__)
 
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 OPTIMIZER = "optimizer."  # before the names of the optimizer's states
 
 
@@ -135,6 +138,8 @@ class DenoiserEngine:
             world_size=world.size,
             ranks_per_node=ranks_per_node(world.size),
         )
+        dtype = DTYPES[recipe.model.dtype]
+        place(denoiser, config, dtype, world.device)
         module: Any = denoiser
         if recipe.lora is None:
             denoiser.requires_grad_(True)
@@ -143,6 +148,7 @@ class DenoiserEngine:
             adapters = sorted(policy_copies(policies, lora=True))
             seed = derive_seed(recipe.run.seed, "lora_init")
             num_layers = add_adapters(denoiser, recipe.lora, targets, adapters, seed)
+            cast_unplaced(denoiser, dtype)
             logger.info("LoRA of rank %d on %d layers (%s)", recipe.lora.rank, num_layers, ", ".join(targets))
         if recipe.model.gradient_checkpointing:
             module.enable_gradient_checkpointing()
@@ -163,6 +169,7 @@ class DenoiserEngine:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Collective: the denoiser's output under the active policy. All ranks do the same forwards in one order."""
+        MOVES.begin("a forward of the denoiser")
         return self.ds(*args, **kwargs)
 
     def guard_check(self, *what: object, inputs: Sequence[Tensor] = ()) -> None:
@@ -221,6 +228,7 @@ class DenoiserEngine:
         if self._num_backwards == self._due_backwards:
             raise RuntimeError(f"step() is due: {self._due_backwards} backwards make an optimizer step")
         self._num_backwards += 1
+        MOVES.begin("a backward of the denoiser")
         last = self._num_backwards == self._due_backwards
         self.ds.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages over ranks and divides by its own number of micro-steps, however many there are. The ranks
@@ -237,6 +245,7 @@ class DenoiserEngine:
         if self._num_backwards != self._due_backwards:
             raise RuntimeError(f"step() after {self._num_backwards} of {self._due_backwards} backwards")
         self._num_backwards, self._due_backwards = 0, self.accumulation
+        MOVES.begin("an optimizer step")
         lr = learning_rate(self.recipe.optimizer, self.num_updates + 1, self.total_updates)
         for group in self.ds.optimizer.param_groups:
             group["lr"] = lr

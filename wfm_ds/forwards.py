@@ -2,7 +2,8 @@
 
 Counts are those of one rank, equal on all ranks (those of a replica run each forward together), and exact as long as
 every optimizer step is applied. With two experts a micro-batch holds terms of one, so an update may run one forward
-more of each purpose. The names are those of `Job.forwards`.
+more of each purpose; with `data.buckets` a validation loss runs a forward more for each further size. The names are
+those of `Job.forwards`.
 """
 
 from __future__ import annotations

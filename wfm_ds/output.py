@@ -159,10 +159,13 @@ def require_same_recipe(recipe: Recipe, path: Path) -> None:
 def differences(there: Recipe, here: Recipe) -> list[str]:
     """`key: OLD there, NEW here` for each key whose change would make it another run."""
     old, new = flat(there.model_dump(mode="json")), flat(here.model_dump(mode="json"))
+    # With buckets the samples of a micro-batch have one size, which decides in what order samples come.
+    decides_order = here.data.buckets is not None and not here.is_rl
+    fixed = (*MAY_NOT_CHANGE, *(["engine.micro_batch_size"] if decides_order else []))
     return [
         f"{key}: {old.get(key, 'nothing')} there, {new.get(key, 'nothing')} here"
         for key in dict.fromkeys([*old, *new])
-        if old.get(key) != new.get(key) and (key in MAY_NOT_CHANGE or not key.startswith(MAY_CHANGE))
+        if old.get(key) != new.get(key) and (key in fixed or not key.startswith(MAY_CHANGE))
     ]
 
 

@@ -99,6 +99,9 @@ class EngineRecipe(Section):
     sequence_parallel: PositiveInt = 1
     """Neighbouring ranks that work on the same samples together, each on its share of the tokens: for videos whose
     activations one GPU cannot hold. Divides the ranks of a node."""
+    timeout_minutes: PositiveFloat = 30.0
+    """A run of several ranks ends, and names the rank that the others wait for, when none has begun a forward, step or
+    exchange for so long. Longer than loading the model, a reward or writing a checkpoint takes."""
     guard: bool = False
     """Before every forward, check that all ranks are about to do the same one. For debugging; costs one small
     all-reduce a forward."""

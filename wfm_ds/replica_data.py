@@ -36,7 +36,13 @@ def pack_sample(sample: TrainingSample) -> list[Any]:
 def unpack_sample(packed: Sequence[Any]) -> TrainingSample:
     sample_id, epoch, position, prompt = packed
     return TrainingSample(
-        sample_id=sample_id, epoch=epoch, position=position, prompt=unpack_prompt(prompt), media=None, pixels=None
+        sample_id=sample_id,
+        epoch=epoch,
+        position=position,
+        prompt=unpack_prompt(prompt),
+        media=None,
+        framing=None,
+        pixels=None,
     )
 
 

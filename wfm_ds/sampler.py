@@ -56,10 +56,12 @@ class Sampler:
         *,
         seeds: Sequence[int] | None = None,
         given: GivenLatents | None = None,
+        shape: tuple[int, ...] | None = None,
         velocity: Velocity | None = None,
     ) -> Trajectory:
         """Denoise B samples as planned. noise_seeds: of the initial noise; seeds: of what the plan draws besides,
-        unless they are the same. velocity: the forward to use, if not the model's own."""
+        unless they are the same. shape: of one sample's latents, unless latent_shape. velocity: the forward to use, if
+        not the model's own."""
         conditioning, contrast = self.conditionings(prompts, given)
 
         def predict(latents: Tensor, sigma: float) -> Tensor:
@@ -67,7 +69,7 @@ class Sampler:
             stage = self.model.stage_of(sigma)
             return self.guided(velocity or self.model.denoise, latents, sigma_B, conditioning, contrast, stage)
 
-        noise = seeded_normal(noise_seeds, self.latent_shape, self.model.device)
+        noise = seeded_normal(noise_seeds, shape or self.latent_shape, self.model.device)
         return plan.run(predict, noise, noise_seeds if seeds is None else seeds)
 
     def guided(

@@ -153,9 +153,10 @@ def encoded(job: Job, samples: Sequence[TrainingSample]) -> Tensor:
     # One by one, as in the text cache: the last bits must not depend on what happens to be cached.
     fresh = {i: job.model.encode_media([array])[0] for i, array in pixels.items()}
     for i, latents in fresh.items():
-        medium = samples[i].media
-        assert medium is not None
-        job.latents.write(medium.identity(), latents)
+        media, framing = samples[i].media, samples[i].framing
+        assert media is not None
+        assert framing is not None
+        job.latents.write(media, framing, latents)
     rows = [fresh.get(i, sample.latents) for i, sample in enumerate(samples)]
     return torch.stack([row.to(job.world.device) for row in rows])
 
@@ -176,9 +177,10 @@ class ValidationLoss:
     Noise depends on (sample, j) alone and sigma_j = shift((j + .5) / M), M = 8: every evaluation sees the same terms.
     """
 
-    def __init__(self, job: Job, samples: Sequence[Sample], framing: Framing) -> None:
+    def __init__(self, job: Job, samples: Sequence[Sample], framings: Sequence[Framing]) -> None:
+        """`framings`: of each sample."""
         assert isinstance(job.recipe.algorithm, SftAlgorithm)
-        self.job, self.samples, self.framing = job, samples, framing
+        self.job, self.samples, self.framings = job, samples, framings
         self.settings = job.recipe.algorithm
         self.shift = self.settings.flow_shift or job.model.flow_shift
         self.sigmas = validation_sigmas(self.shift).tolist()
@@ -190,11 +192,13 @@ class ValidationLoss:
         model, meter = self.job.model, Meter()
         for stage in range(len(model.sigma_ranges)):
             levels = [j for j, sigma in enumerate(self.sigmas) if model.stage_of(sigma) == stage]
-            self.add([(i, j) for i in range(len(self.samples)) for j in levels], stage, meter)
+            for framing in dict.fromkeys(self.framings):
+                of_size = [i for i, other in enumerate(self.framings) if other == framing]
+                self.add([(i, j) for i in of_size for j in levels], stage, meter)
         return meter.collect(self.job.world)
 
     def add(self, terms: Sequence[tuple[int, int]], stage: int, meter: Meter) -> None:
-        """Measure these terms of one expert."""
+        """Measure these terms of one expert and one size."""
         world = self.job.world
         share = math.ceil(len(terms) / world.dp_size)
         mine = range(world.dp_rank * share, (world.dp_rank + 1) * share)
@@ -226,14 +230,14 @@ class ValidationLoss:
     def latents(self, index: int) -> Tensor:
         """Clean latents [...] of this sample, from the leader of the replica; collective."""
         world = self.job.world
-        return world.share_tensor(self.encoded(self.samples[index]) if world.is_leader else None)
+        return world.share_tensor(self.encoded(index) if world.is_leader else None)
 
-    def encoded(self, sample: Sample) -> Tensor:
+    def encoded(self, index: int) -> Tensor:
         """Clean latents [...] of this sample, read and encoded unless the run keeps them."""
-        cache = self.job.latents
-        latents = None if cache is None else cache.read(sample.media.identity())
+        cache, media, framing = self.job.latents, self.samples[index].media, self.framings[index]
+        latents = None if cache is None else cache.read(media, framing)
         if latents is None:
-            latents = self.job.model.encode_media([load_media(sample.media, self.framing, centre)])[0]
+            latents = self.job.model.encode_media([load_media(media, framing, centre)])[0]
             if cache is not None:
-                cache.write(sample.media.identity(), latents)
+                cache.write(media, framing, latents)
         return latents.to(self.job.world.device)

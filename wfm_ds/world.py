@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wfm_ds.errors import UserError
+from wfm_ds.moves import MOVES
 
 if TYPE_CHECKING:
     import torch
@@ -124,6 +125,7 @@ class World:
         import torch
         import torch.distributed as dist
 
+        MOVES.begin(f"a reduction of {', '.join(values)}"[:80])
         numbers = torch.tensor([float(v) for v in values.values()], dtype=torch.float64)
         dist.all_reduce(numbers, op=op, group=self.host_group)
         return dict(zip(values, numbers.tolist(), strict=True))
@@ -151,12 +153,14 @@ class World:
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's JSON value on every rank. Others pass anything."""
+        MOVES.begin("a broadcast of rank 0's value")
         return _json_from(0, self.host_group, value if self.is_main else None, mine=self.is_main)
 
     def share(self, value: Any) -> Any:
         """The leader's JSON value on every rank of its replica, which all call it. Others pass anything."""
         if self.replica is None:
             return value
+        MOVES.begin("a broadcast inside a replica")
         return _json_from(self.rank - self.sp_rank, self.replica.host_group, value, mine=self.is_leader)
 
     def share_tensor(self, tensor: Tensor | None) -> Tensor:
@@ -180,6 +184,7 @@ class World:
         import torch
         import torch.distributed as dist
 
+        MOVES.begin("a gathering of values")
         blob = json.dumps(value).encode()
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(blob)], dtype=torch.int64), group=self.host_group)
@@ -209,6 +214,7 @@ class World:
     def barrier(self) -> None:
         import torch.distributed as dist
 
+        MOVES.begin("a barrier")
         dist.barrier(group=self.host_group)
 
     def checked(self, work: Callable[[], Any], on: Literal["all", "leaders", "main"] = "all") -> Any:

@@ -99,6 +99,7 @@ class ColocatedSource:
                     purpose="rollout",
                     seeds=[m.seed for m in part],
                     given=given_latents([m.group for m in part]),
+                    shape=None if part[0].group.data is None else part[0].group.data.shape,  # one in an RL step
                 )
                 with job.timer("decode"):
                     ids = [m.sample_id for m in part]
