@@ -49,19 +49,21 @@ def test_views_and_tensors_with_gradient_are_written_as_they_look(tmp_path):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
 
 
+def half_written(path, specs):
+    with TensorFile(path, specs, {}) as file:
+        file.write("a", torch.zeros(2))
+
+
 def test_what_was_not_announced_is_refused(tmp_path):
     specs = {"a": Spec(torch.float32, torch.Size([2])), "b": Spec(torch.float32, torch.Size([]))}
-    with (
-        pytest.raises(ValueError, match="1 tensors are missing, e.g. b"),
-        TensorFile(tmp_path / "file", specs, {}) as file,
-    ):
+    with pytest.raises(ValueError, match=r"1 tensors are missing, e\.g\. b"):
+        half_written(tmp_path / "half", specs)
+    with TensorFile(tmp_path / "file", specs, {}) as file:
         with pytest.raises(ValueError, match=r"a is F32 \[3\], F32 \[2\] was announced"):
             file.write("a", torch.zeros(3))
-        file.write("a", torch.zeros(2))
-    with TensorFile(tmp_path / "other", specs, {}) as file:
         for name, spec in specs.items():
             file.write(name, torch.zeros(spec.shape))
         with pytest.raises(KeyError):
             file.write("a", torch.zeros(2))
     with pytest.raises(FileExistsError):
-        TensorFile(tmp_path / "other", specs, {})
+        TensorFile(tmp_path / "file", specs, {})

@@ -80,7 +80,7 @@ class TensorFile:
             raise ValueError(f"{self.path}: {name} is {found}, {wanted} was announced")
         del self._specs[name]
         flat = tensor.detach().cpu().contiguous().view(-1)
-        self._put(self._begin + self._offsets[name], memoryview(flat.view(torch.uint8).numpy()))
+        self._put(self._begin + self._offsets[name], flat.view(torch.uint8).numpy().data)
 
     def _put(self, offset: int, data: memoryview) -> None:
         while data:  # one write() of a raw file takes at most 2 GiB
