@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import weakref
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from folders import contents
 from wfm_ds.checkpoint.export import export, loading_lines
 from wfm_ds.checkpoint.target import ExportTarget
 from wfm_ds.errors import ModelError, UserError
@@ -388,6 +390,23 @@ def test_unwritable_place_is_a_user_error_after_the_stream_ended(adapted, tmp_pa
     with pytest.raises(UserError, match="could not be written"):
         export(ExportTarget.of(model), watched, tmp_path / "file" / "step_3", **MAIN)
     assert watched.ended
+
+
+def test_a_disk_that_fills_up_is_a_user_error_and_the_last_export_stays(trained, tmp_path):
+    model, source = trained
+    folder = export(ExportTarget.of(model), source, tmp_path / "out", **MAIN)
+    before = contents(folder)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)  # a limit of files instead of the disk: the same error path
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
+    watched = Changed(source, lambda name, tensor: [(name, tensor * 2)])
+    try:
+        with pytest.raises(UserError, match=r"out: the export could not be written \(.*\); free space"):
+            export(ExportTarget.of(model), watched, folder, **MAIN)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert watched.ended
+    assert contents(folder) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_base_model_and_foreign_folders_are_never_replaced(trained, tmp_path):
