@@ -31,7 +31,7 @@ def predicted(folder, world_size, *, num_images=0):
     every, steps = recipe.validation.every, []
     for step in range(1, recipe.run.steps + 1):
         trained = rl_step(recipe, derived, algorithm, step) if recipe.is_rl else sft_step(recipe, derived)
-        validated = evaluation(recipe, world_size, num_prompts=MANY, num_images=num_images)
+        validated = evaluation(recipe, derived.num_replicas, num_prompts=MANY, num_images=num_images)
         forwards = added(trained, validated if every and step % every == 0 else {})
         steps.append({purpose: f.calls for purpose, f in forwards.items()})
     return steps

@@ -192,6 +192,16 @@ def test_what_is_held_out_decides_what_is_trained_on(root, tmp_path):
     assert output.differences(there, here) == ["validation.holdout: 0.02 there, 0.5 here"]
 
 
+@pytest.mark.parametrize("buckets", ["null", "[[16, 16], [16, 32]]"])
+def test_with_buckets_the_micro_batch_decides_the_order_of_the_samples(root, tmp_path, buckets):
+    def sft(micro):
+        words = [f"run.output_dir={tmp_path / 'sft'}", f"data.buckets={buckets}", f"engine.micro_batch_size={micro}"]
+        return recipe_file.load(root / "recipes" / "tiny" / "sd3_sft.yaml", words)
+
+    differing = output.differences(sft(4), sft(8))
+    assert differing == ([] if buckets == "null" else ["engine.micro_batch_size: 4 there, 8 here"])
+
+
 def test_finished_run_has_nothing_to_do_unless_it_is_made_longer(recipe, run):
     run(6, 8, finished=8)
     assert find_start(recipe(), 2) == Start(step=8, finished=True)

@@ -358,6 +358,7 @@ SFT = ["algorithm={name: sft}", "data.kind=paired", "rollout=null", "reward=null
     [
         (["data.caption_dropout=0.2"], "data.caption_dropout"),
         (["data.fps=8", "data.crop=random"], "data.fps and data.crop"),
+        (["data.buckets=auto"], "data.buckets"),
         (["validation.holdout=0.5"], "validation.holdout"),
         ([*SFT, "sampling.solver=flow_sde"], "sampling.solver"),
         ([*SFT, "data.split=test"], "data.split"),

@@ -1,8 +1,9 @@
 """How often a recipe runs the denoiser: what `perf/forwards_*` will say, known before anything runs.
 
-Counts are those of one rank, equal on all ranks, and exact as long as every optimizer step is applied. With two experts
-a micro-batch holds terms of one, so an update may run one forward more of each purpose. The names are those of
-`Job.forwards`.
+Counts are those of one rank, equal on all ranks (those of a replica run each forward together), and exact as long as
+every optimizer step is applied. With two experts a micro-batch holds terms of one, so an update may run one forward
+more of each purpose; with `data.buckets` a validation loss runs a forward more for each further size. The names are
+those of `Job.forwards`.
 """
 
 from __future__ import annotations
@@ -141,15 +142,15 @@ def seen_by(policy: str, forwards: Forwards) -> Forwards:
     return dataclasses.replace(forwards, without_adapters=forwards.samples) if policy == "ref" else forwards
 
 
-def evaluation(recipe: Recipe, world_size: int, *, num_prompts: int, num_images: int = 0) -> dict[str, Forwards]:
+def evaluation(recipe: Recipe, num_replicas: int, *, num_prompts: int, num_images: int = 0) -> dict[str, Forwards]:
     """One evaluation: the samples of this many prompts, and in SFT, which shows but does not score them, the validation
     loss on this many images."""
     chosen = min(num_prompts, recipe.validation.num_prompts) * len(recipe.validation.seeds)
     if not recipe.is_rl:
         chosen = min(chosen, recipe.logging.num_samples)
     batch = recipe.engine.max_forward_batch
-    sampled = in_batches(math.ceil(chosen / world_size), batch, recipe.sampling.eval_steps * passes(recipe))
-    measured = in_batches(math.ceil(num_images * NUM_BUCKETS / world_size), batch)
+    sampled = in_batches(math.ceil(chosen / num_replicas), batch, recipe.sampling.eval_steps * passes(recipe))
+    measured = in_batches(math.ceil(num_images * NUM_BUCKETS / num_replicas), batch)
     return {"validation": sampled + measured}
 
 

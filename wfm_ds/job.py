@@ -22,12 +22,13 @@ from wfm_ds.models.latent_cache import LatentCache
 from wfm_ds.models.text_cache import TextCache
 from wfm_ds.monitor import Monitor
 from wfm_ds.recipe import Recipe
-from wfm_ds.sampler import Sampler
+from wfm_ds.sampler import Sampler, finite_samples
 from wfm_ds.sampling.denoise import Plan, Trajectory
 from wfm_ds.types import Prompt
 from wfm_ds.world import World
 
 if TYPE_CHECKING:
+    from wfm_ds.data.pixels import Framing
     from wfm_ds.data.samples import Media
     from wfm_ds.types import Conditioning, GivenLatents
 
@@ -57,10 +58,9 @@ class Job:
         return self.sampler.latent_shape
 
     @property
-    def cached_latents(self) -> Callable[[Media], Tensor | None] | None:
+    def cached_latents(self) -> Callable[[Media, Framing], Tensor | None] | None:
         """The kept latents of a medium, for a source of batches; None if the run keeps none."""
-        latents = self.latents
-        return None if latents is None else lambda media: latents.read(media.identity())
+        return None if self.latents is None else self.latents.read
 
     @property
     def evaluation_policy(self) -> str:
@@ -73,7 +73,10 @@ class Job:
         """One counted denoiser forward under the engine's active policy: float32, shape of the latents. `stage`: the
         expert that all of sigma belong to."""
         self.forwards[purpose] += 1
-        self.engine.guard_check(self.engine.active, torch.is_grad_enabled(), tuple(latents.shape), stage)
+        # Height and width are a replica's own where media have several sizes.
+        shape = latents.shape if self.recipe.data.buckets is None else latents.shape[:-2]
+        what = (self.engine.active, torch.is_grad_enabled(), tuple(shape), stage)
+        self.engine.guard_check(*what, inputs=(latents, sigma, *conditioning.values()))
         return self.model.denoise(latents, sigma, conditioning, stage)
 
     def guided_velocity(
@@ -107,10 +110,13 @@ class Job:
         purpose: str,
         seeds: Sequence[int] | None = None,
         given: GivenLatents | None = None,
+        shape: tuple[int, ...] | None = None,
     ) -> Trajectory:
         """Denoise B samples as planned, under the engine's active policy (Sampler.generate)."""
         velocity = partial(self.velocity, purpose)
-        return self.sampler.generate(prompts, noise_seeds, plan, seeds=seeds, given=given, velocity=velocity)
+        return self.sampler.generate(
+            prompts, noise_seeds, plan, seeds=seeds, given=given, shape=shape, velocity=velocity
+        )
 
     def conditionings(
         self, prompts: Sequence[Prompt], given: GivenLatents | None = None
@@ -119,7 +125,10 @@ class Job:
         return self.sampler.conditionings(prompts, given)
 
     def media(self, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
-        """uint8 [B,H,W,3] or [B,T,H,W,3] of these latents, and whether each was finite (Sampler.media)."""
+        """uint8 [B,H,W,3] or [B,T,H,W,3] of these latents, and whether each was finite (Sampler.media). Only leaders
+        decode: the other ranks of a replica get none, [0]."""
+        if not self.world.is_leader:
+            return np.empty(0, np.uint8), finite_samples(latents)
         return self.sampler.media(latents)
 
     def should_stop(self) -> bool:

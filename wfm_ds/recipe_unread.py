@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 OF_ROLLOUTS = ("solver", "noise_level", "window", "same_noise")
 OF_PROMPT_SETS = ("name", "split")
-OF_MEDIA = ("fps", "allow_repeats", "clip", "crop", "max_upscale", "cache_latents")
+OF_MEDIA = ("fps", "allow_repeats", "clip", "crop", "buckets", "max_upscale", "cache_latents")
 OF_HELD_OUT_MEDIA = ("path", "holdout", "num_images")
 
 
