@@ -47,6 +47,14 @@ class SftAlgorithm(Section):
             raise ValueError(f"min_num_conditional_frames {low} is above max_num_conditional_frames {high}: raise it")
         return self
 
+    @model_validator(mode="after")
+    def _all_read(self) -> SftAlgorithm:
+        if self.timestep_density != "logit_normal":
+            self.require_default("logit_mean", "logit_std", unless="timestep_density: logit_normal")
+        if self.timestep_density != "mode":
+            self.require_default("mode_scale", unless="timestep_density: mode")
+        return self
+
 
 class DecaySchedule(Section):
     """Decay of the old policy after optimizer step j: `initial` while j < flat_steps, then up by `slope` to `max`."""
@@ -152,6 +160,14 @@ class FlowGrpoAlgorithm(RlSettings):
     """GRPO-Guard (arXiv 2510.22319): a ratio without negative bias, on one scale for all steps."""
     guard_reweight: bool = True
     """GRPO-Guard: divide each step's loss by its length in sigma."""
+
+    @model_validator(mode="after")
+    def _all_read(self) -> FlowGrpoAlgorithm:
+        if not self.guard:
+            self.require_default("guard_reweight", unless="guard: true")
+        if self.clip_ratio_low is not None and self.clip_ratio_high is not None:
+            self.require_default("clip_ratio", unless="clip_ratio_low or clip_ratio_high unset")
+        return self
 
 
 class DdrlAlgorithm(RlSettings):

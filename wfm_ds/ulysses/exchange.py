@@ -26,7 +26,7 @@ def shares(count: int, num_ranks: int, what: str) -> list[int]:
     """
     if count < num_ranks:
         raise UserError(
-            f"{num_ranks} ranks cannot share {count} {what}: lower engine.sequence_parallel to at most {count}"
+            f"engine.sequence_parallel = {num_ranks} exceeds the number of {what}, {count}; set it to {count} or less"
         )
     return [count // num_ranks + (rank < count % num_ranks) for rank in range(num_ranks)]
 
