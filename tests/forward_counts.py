@@ -35,7 +35,8 @@ def predicted(folder, world_size, *, num_images=0):
         trained = (
             rl_step(recipe, derived, algorithm, step, guided=guided) if recipe.is_rl else sft_step(recipe, derived)
         )
-        validated = evaluation(recipe, world_size, num_prompts=MANY, num_images=num_images, guided_steps=guided_steps)
+        replicas = derived.num_replicas
+        validated = evaluation(recipe, replicas, num_prompts=MANY, num_images=num_images, guided_steps=guided_steps)
         forwards = added(trained, validated if every and step % every == 0 else {})
         steps.append({purpose: f.calls for purpose, f in forwards.items()})
     return steps

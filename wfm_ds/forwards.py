@@ -1,8 +1,9 @@
 """How often a recipe runs the denoiser: what `perf/forwards_*` will say, known before anything runs.
 
-Counts are those of one rank, equal on all ranks, and exact as long as every optimizer step is applied. With two experts
-a micro-batch holds terms of one, so an update may run one forward more of each purpose; with `data.buckets` a
-validation loss runs a forward more for each further size. The names are those of `Job.forwards`.
+Counts are those of one rank, equal on all ranks (those of a replica run each forward together), and exact as long as
+every optimizer step is applied. With two experts a micro-batch holds terms of one, so an update may run one forward
+more of each purpose; with `data.buckets` a validation loss runs a forward more for each further size. The names are
+those of `Job.forwards`.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def seen_by(policy: str, forwards: Forwards) -> Forwards:
 
 
 def evaluation(
-    recipe: Recipe, world_size: int, *, num_prompts: int, num_images: int = 0, guided_steps: int | None = None
+    recipe: Recipe, num_replicas: int, *, num_prompts: int, num_images: int = 0, guided_steps: int | None = None
 ) -> dict[str, Forwards]:
     """One evaluation: the samples of this many prompts, and in SFT, which shows but does not score them, the validation
     loss on this many images. `guided_steps`: of sampling.eval_steps, unless all of them are or none is."""
@@ -158,8 +159,8 @@ def evaluation(
     steps = recipe.sampling.eval_steps
     if guided_steps is None:
         guided_steps = steps if guided_by(recipe)(1.0) else 0
-    sampled = in_batches(math.ceil(chosen / world_size), batch, steps + guided_steps)
-    measured = in_batches(math.ceil(num_images * NUM_BUCKETS / world_size), batch)
+    sampled = in_batches(math.ceil(chosen / num_replicas), batch, steps + guided_steps)
+    measured = in_batches(math.ceil(num_images * NUM_BUCKETS / num_replicas), batch)
     return {"validation": sampled + measured}
 
 

@@ -28,7 +28,7 @@ from wfm_ds.monitor import Monitor
 from wfm_ds.output import Start
 from wfm_ds.preflight import engine_policies
 from wfm_ds.recipe import Recipe
-from wfm_ds.sampler import Sampler
+from wfm_ds.sampler import Sampler, finite_samples
 from wfm_ds.sampling.denoise import Plan, Trajectory
 from wfm_ds.types import Prompt
 from wfm_ds.world import World
@@ -81,9 +81,10 @@ class Job:
         """One counted denoiser forward under the engine's active policy: float32, shape of the latents. `stage`: the
         expert that all of sigma belong to."""
         self.forwards[purpose] += 1
-        # Height and width are a rank's own where media have several sizes.
+        # Height and width are a replica's own where media have several sizes.
         shape = latents.shape if self.recipe.data.buckets is None else latents.shape[:-2]
-        self.engine.guard_check(self.engine.active, torch.is_grad_enabled(), tuple(shape), stage)
+        what = (self.engine.active, torch.is_grad_enabled(), tuple(shape), stage)
+        self.engine.guard_check(*what, inputs=(latents, sigma, *conditioning.values()))
         return self.model.denoise(latents, sigma, conditioning, stage)
 
     def guided_velocity(
@@ -132,7 +133,10 @@ class Job:
         return self.sampler.conditionings(prompts, given)
 
     def media(self, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
-        """uint8 [B,H,W,3] or [B,T,H,W,3] of these latents, and whether each was finite (Sampler.media)."""
+        """uint8 [B,H,W,3] or [B,T,H,W,3] of these latents, and whether each was finite (Sampler.media). Only leaders
+        decode: the other ranks of a replica get none, [0]."""
+        if not self.world.is_leader:
+            return np.empty(0, np.uint8), finite_samples(latents)
         return self.sampler.media(latents)
 
     def should_stop(self) -> bool:

@@ -36,7 +36,7 @@ MAY_CHANGE = (
     *("run.steps", "run.output_dir", "run.resume", "logging.", "validation.", "checkpoint."),
     # How the work is cut over ranks: sums in another order, the same numbers but for their last bits.
     *("engine.deepspeed", "engine.micro_batch_size", "engine.gradient_accumulation", "engine.max_forward_batch"),
-    "engine.guard",
+    *("engine.sequence_parallel", "engine.guard"),
     *("reward.spawn", "reward.endpoint", "reward.timeout_s", "reward.start_timeout_s"),
 )
 # Which images are held out decides which are trained on.
@@ -185,8 +185,8 @@ def require_same_batch(found: store.Checkpoint, recipe: Recipe, world_size: int)
     if here != there:
         raise RecipeError(
             f"{found.path} was written by {found.world_size} ranks with {there} samples a step; {world_size} ranks of "
-            f"this recipe make {here}: set engine.micro_batch_size and engine.gradient_accumulation so that they make "
-            f"{there}"
+            f"this recipe make {here}: set engine.micro_batch_size, engine.gradient_accumulation and "
+            f"engine.sequence_parallel so that they make {there}"
         )
     micros = found.facts.get("accumulation")
     if not recipe.is_rl and found.facts.get("num_experts", 1) > 1 and micros != derived.accumulation:

@@ -88,13 +88,20 @@ class EngineRecipe(Section):
     deepspeed: str = "zero2"
     """A name in ds_configs/ (zero1, zero2, zero3, ...) or the path of a DeepSpeed JSON. It owns ZeRO settings only."""
     micro_batch_size: PositiveInt = 1
-    """Training terms (SFT: samples; RL: pairs of sample and timestep) per forward and rank."""
+    """Training terms (SFT: samples; RL: pairs of sample and timestep) per forward and rank, or per forward and
+    replica of `sequence_parallel` ranks."""
     gradient_accumulation: PositiveInt = 1
     """SFT: micro-batches per optimizer step. RL derives it: all terms of an update, divided by micro_batch_size."""
     max_forward_batch: PositiveInt = 16
     """Samples per forward without gradient (rollout, validation, old and reference predictions)."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Gradients are clipped to this global norm; 0 switches clipping off."""
+    sequence_parallel: PositiveInt = 1
+    """Neighbouring ranks that work on the same samples together, each on its share of the tokens: for videos whose
+    activations one GPU cannot hold. Divides the ranks of a node."""
+    timeout_minutes: PositiveFloat = 30.0
+    """A run of several ranks ends, and names the rank that the others wait for, when none has begun a forward, step or
+    exchange for so long. Longer than loading the model, a reward or writing a checkpoint takes."""
     guard: bool = False
     """Before every forward, check that all ranks are about to do the same one. For debugging; costs one small
     all-reduce a forward."""

@@ -118,11 +118,17 @@ class Sampler:
     def media(self, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
         """uint8 [B,H,W,3] of these latents, of video families [B,T,H,W,3], and whether each was finite: one that was
         not is shown as mid-grey latents and must not be scored."""
-        finite = latents.flatten(1).isfinite().all(1)
-        shown = torch.where(finite.view(-1, *[1] * (latents.ndim - 1)), latents, 0.0)
+        finite = finite_samples(latents)
+        shown = torch.stack([row if ok else torch.zeros_like(row) for row, ok in zip(latents, finite, strict=True)])
         # One sample after the other: decoded at once, a batch of them needs more memory than the denoiser.
         parts = [self.model.to_uint8(self.model.decode(part)) for part in torch.split(shown, 1)]
-        return np.concatenate(parts), finite.tolist()
+        return np.concatenate(parts), finite
+
+
+def finite_samples(latents: Tensor) -> list[bool]:
+    """Of each sample of [B, ...], whether all of it is finite."""
+    finite: list[bool] = latents.flatten(1).isfinite().all(1).tolist()
+    return finite
 
 
 def negatives(model: DiffusionModel, settings: SamplingRecipe, prompts: Sequence[Prompt]) -> list[NegativeText]:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import functools
 import logging
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from wfm_ds.checkpoint.checkpoints import Checkpoints
     from wfm_ds.checkpoint.exporter import Exporter
     from wfm_ds.datasets import TrainingData
+    from wfm_ds.ending import Ending
     from wfm_ds.job import Job
     from wfm_ds.lifecycle import StopFlag
     from wfm_ds.models.base import DiffusionModel
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from wfm_ds.world import World
 
 log = logging.getLogger("wfm_ds.train")  # run with -m, __name__ is another
+
+NAMED_FIRST_S = 60.0  # an exchange breaks so much later than the heartbeat can say why
 
 
 def parser() -> argparse.ArgumentParser:
@@ -96,7 +98,8 @@ def check(recipe: Recipe, rank: int, *, overwrite: bool) -> int:
     from wfm_ds.preflight import report
 
     if rank == 0:
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        # Without a launcher: as for the fewest ranks that can run it.
+        world_size = int(os.environ.get("WORLD_SIZE", str(recipe.engine.sequence_parallel)))
         sys.stdout.write(report(recipe, world_size, overwrite=overwrite) + "\n")
         lifecycle.write_status("finished", 0)
     return 0
@@ -107,13 +110,17 @@ def run(recipe: Recipe, stop: StopFlag, *, overwrite: bool) -> int:
     import torch.distributed as dist
 
     from wfm_ds import lifecycle
+    from wfm_ds.ending import Ending
+    from wfm_ds.heartbeat import start
     from wfm_ds.logs import setup_logging
     from wfm_ds.world import World
 
     setup_logging(None, int(os.environ.get("RANK", "0")), console=True)
-    world = World.join()
+    stuck_s = 60 * recipe.engine.timeout_minutes
+    world = World.join(stuck_s + NAMED_FIRST_S)
     ending = Ending(recipe.run.output_dir, world)
     try:
+        ending.heartbeat = start(world, stuck_s=stuck_s, on_end=ending.judged)
         outcome = prepare_and_train(recipe, world, stop, ending, overwrite=overwrite)
     except UserError as error:
         ending.failed(str(error))
@@ -124,69 +131,28 @@ def run(recipe: Recipe, stop: StopFlag, *, overwrite: bool) -> int:
         return 1
     except Exception as error:
         # The border of the process: what nobody expected is recorded and then shown in full.
-        ending.failed(f"{type(error).__name__}: {error}")
+        if ending.unexpected(error):
+            return 1
         raise
     ending.reached(outcome)
     dist.destroy_process_group()
     return 0
 
 
-class Ending:
-    """Writes result.json once, on rank 0, as the run's last act; nothing before the output folder is ours.
-
-    A run that ends in an error before its first step takes back what it wrote, so that the mended recipe can start.
-    """
-
-    def __init__(self, folder: Path, world: World) -> None:
-        self.folder, self.world = folder, world
-        self.started = datetime.datetime.now(datetime.UTC)
-        self.start: Start | None = None  # once the folder is ours
-        self.loop: RlTrainer | SftTrainer | None = None  # once it runs
-        self.exporter: Exporter | None = None
-
-    def reached(self, outcome: Outcome) -> None:
-        from wfm_ds.lifecycle import write_status
-
-        if self.world.is_main:
-            if self.start is not None:  # not if the run had finished before
-                self._write(outcome.status, outcome.step, outcome.metrics, "")
-            write_status(outcome.status, outcome.step)
-
-    def failed(self, message: str) -> None:
-        from wfm_ds.output import REWARD, clear_run
-
-        if self.start is None or not self.world.is_main:
-            return
-        if self.loop is not None:
-            self._write("failed", self.loop.step, self.loop.metrics, message)
-        elif self.start.checkpoint is None:
-            clear_run(self.folder, keep=[REWARD])  # its log may be what the message is about
-
-    def _write(self, status: str, step: int, metrics: Mapping[str, float], message: str) -> None:
-        from wfm_ds.result import write_result
-
-        artifacts = self.exporter.artifacts if self.exporter is not None else {}
-        write_result(
-            self.folder,
-            status=status,
-            step=step,
-            metrics=metrics,
-            artifacts=artifacts,
-            started=self.started,
-            message=message,
-        )
-
-
 def prepare_and_train(
     recipe: Recipe, world: World, stop: StopFlag, ending: Ending, *, overwrite: bool = False
 ) -> Outcome:
     """Check and load everything on all ranks, only then create, clear or open the output folder, and train."""
+    from wfm_ds.derived import num_replicas
     from wfm_ds.logs import setup_logging
     from wfm_ds.outcome import Outcome
     from wfm_ds.output import clear_run, locked, open_output
     from wfm_ds.preflight import load_model, preflight
+    from wfm_ds.world import ranks_per_node
 
     folder = recipe.run.output_dir
+    num_replicas(recipe, world.size, ranks_per_node=ranks_per_node(world.size))
+    world = world.in_replicas(recipe.engine.sequence_parallel)
     start = agreed_start(recipe, world, overwrite=overwrite)
     if start.finished:
         log.info("%s holds this run, finished with step %d: nothing to do", folder, start.step)
@@ -289,6 +255,7 @@ def supervision(
     job: Job, data: TrainingData, exporter: Exporter, checkpoints: Checkpoints, resources: contextlib.ExitStack
 ) -> SftTrainer:
     from wfm_ds.datasets import batch_source, buckets_of, readable
+    from wfm_ds.replica_data import chosen_once
     from wfm_ds.sft import SftTrainer, ValidationLoss
     from wfm_ds.validation import Validator
 
@@ -298,8 +265,11 @@ def supervision(
     source = batch_source(job, data, buckets, **batches)
     resources.callback(source.close)
     num_images, whole = recipe.validation.num_images, data.num_samples
-    held_out = world.checked(lambda: readable(data.held_out, recipe, buckets, num_images, whole=whole))
-    framings = world.checked(lambda: [buckets.framing_of(sample.media) for sample in held_out])
+    held_out = chosen_once(
+        world, data.held_out, lambda: readable(data.held_out, recipe, buckets, num_images, whole=whole)
+    )
+    places = world.checked(lambda: [buckets.index_of(sample.media) for sample in held_out], on="leaders")
+    framings = [buckets.framings[place] for place in world.share(places)]
     loss = ValidationLoss(job, held_out, framings) if held_out else None
     return SftTrainer(job, source, Validator(job, data.shown, loss=loss), exporter, checkpoints)
 

@@ -131,8 +131,8 @@ class TrainingSample:
     epoch: int
     position: int  # over all epochs; unique in a run, so noise and noise level are keyed by it
     prompt: Prompt
-    media: Media
-    framing: Framing  # of its pixels or latents
+    media: Media | None  # None on a rank that does not read, as the framing
+    framing: Framing | None  # of its pixels or latents
     pixels: npt.NDArray[np.uint8] | None  # [H,W,3] of an image, [F,H,W,3] of a video; None if there are latents
     latents: Any = None  # as the source's `cached` has them
 
@@ -146,7 +146,8 @@ class Loaded:
 
 
 class BatchSource:
-    """SFT batches: optimizer step s trains positions (s-1) * global_batch up to s * global_batch, cut by rank.
+    """SFT batches: optimizer step s trains positions (s-1) * global_batch up to s * global_batch, cut by rank. Ranks
+    are data-parallel ones.
 
     What a position shows depends on the position alone: a file that cannot be decoded is replaced by a substitute
     derived from its place in the epoch and of the same bucket, so all ranks keep doing the same number of forwards.

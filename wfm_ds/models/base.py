@@ -68,10 +68,12 @@ class DiffusionModel(ABC):
         device: torch.device,
         max_sequence_length: int | None = None,
         prompt_template: str | None = None,
+        leave_denoiser: bool = False,
     ) -> None:
         """Take over `pipeline`: freeze all but the denoiser, and move everything to `device`.
 
-        `prompt_template` is one of prompt_templates, or None for what is stored with the pipeline.
+        `prompt_template` is one of prompt_templates, or None for what is stored with the pipeline. `leave_denoiser`:
+        but the denoiser, which an engine will place.
         """
         if not hasattr(pipeline.scheduler, "sigmas"):
             name = type(pipeline.scheduler).__name__
@@ -79,6 +81,7 @@ class DiffusionModel(ABC):
         self.pipeline = pipeline
         self.path = path
         self.dtype = dtype  # compute dtype of the denoiser
+        self.leave_denoiser = leave_denoiser
         self.bare_denoiser = self.take_denoiser(pipeline)
         self.denoiser = self.bare_denoiser  # the engine puts its wrapper here
         self.config = pipeline.transformer.config  # stays when the denoiser is wrapped
@@ -113,7 +116,7 @@ class DiffusionModel(ABC):
         """Move VAE and text encoders; the denoiser too, unless an engine has wrapped and placed it."""
         self.device = torch.device(device)
         parts = self.frozen_parts()
-        if self.denoiser is self.bare_denoiser:
+        if self.denoiser is self.bare_denoiser and not self.leave_denoiser:
             parts.append(self.denoiser)
         for part in parts:
             part.to(self.device)
