@@ -137,6 +137,7 @@ def fill_optimizer(engine: DenoiserEngine) -> None:
 def write_small_buckets(file: Path) -> None:
     """ZeRO-3 without the gigabytes that its default buckets take of a laptop."""
     elements = {"reduce_bucket_size": 2e7, "stage3_prefetch_bucket_size": 2e7, "stage3_max_live_parameters": 1e8}
+    elements["sub_group_size"] = 5e7  # of the optimizer's steps, the first of which is taken when the engine is made
     file.write_text(json.dumps({"zero_optimization": {"stage": 3, **elements}}))
 
 
