@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from wfm_ds.datasets import TrainingData
     from wfm_ds.job import Job
     from wfm_ds.lifecycle import StopFlag
+    from wfm_ds.mirror import Mirror
     from wfm_ds.models.base import DiffusionModel
     from wfm_ds.outcome import Outcome
     from wfm_ds.output import Start
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from wfm_ds.rl import RlTrainer
     from wfm_ds.rollout.groups import GroupSource
     from wfm_ds.sft import SftTrainer
+    from wfm_ds.stored_run import Copies
     from wfm_ds.world import World
 
 log = logging.getLogger("wfm_ds.train")  # run with -m, __name__ is another
@@ -128,7 +130,7 @@ def run(recipe: Recipe, stop: StopFlag, *, overwrite: bool) -> int:
         raise
     ending.reached(outcome)
     dist.destroy_process_group()
-    return 0
+    return 0 if ending.copies is None or not ending.copies.missing else 1
 
 
 class Ending:
@@ -143,6 +145,8 @@ class Ending:
         self.start: Start | None = None  # once the folder is ours
         self.loop: RlTrainer | SftTrainer | None = None  # once it runs
         self.exporter: Exporter | None = None
+        self.mirror: Mirror | None = None
+        self.copies: Copies | None = None  # once the run has waited for them
 
     def reached(self, outcome: Outcome) -> None:
         from wfm_ds.lifecycle import write_status
@@ -150,10 +154,12 @@ class Ending:
         if self.world.is_main:
             if self.start is not None:  # not if the run had finished before
                 self._write(outcome.status, outcome.step, outcome.metrics, "")
-            write_status(outcome.status, outcome.step)
+            if self.copies is None or not self.copies.missing:
+                write_status(outcome.status, outcome.step)
 
     def failed(self, message: str) -> None:
-        from wfm_ds.output import REWARD, clear_run
+        from wfm_ds.output import clear_run
+        from wfm_ds.traces import REWARD
 
         if self.start is None or not self.world.is_main:
             return
@@ -164,6 +170,7 @@ class Ending:
 
     def _write(self, status: str, step: int, metrics: Mapping[str, float], message: str) -> None:
         from wfm_ds.result import write_result
+        from wfm_ds.stored_run import send_result
 
         artifacts = self.exporter.artifacts if self.exporter is not None else {}
         write_result(
@@ -174,7 +181,10 @@ class Ending:
             artifacts=artifacts,
             started=self.started,
             message=message,
+            storage=None if self.copies is None else dataclasses.asdict(self.copies),
         )
+        if self.mirror is not None and self.copies is not None:
+            send_result(self.mirror, self.copies)
 
 
 def prepare_and_train(
@@ -183,27 +193,39 @@ def prepare_and_train(
     """Check and load everything on all ranks, only then create, clear or open the output folder, and train."""
     from wfm_ds.logs import setup_logging
     from wfm_ds.outcome import Outcome
-    from wfm_ds.output import clear_run, locked, open_output
+    from wfm_ds.output import locked, open_output
     from wfm_ds.preflight import load_model, preflight
+    from wfm_ds.stored_run import clear, fetched, finish, open_mirror, require_storage, send_rest
 
     folder = recipe.run.output_dir
     start = agreed_start(recipe, world, overwrite=overwrite)
     if start.finished:
         log.info("%s holds this run, finished with step %d: nothing to do", folder, start.step)
+        ending.copies = send_rest(recipe, world)
         return Outcome("finished", start.step)
+    world.checked(lambda: require_storage(recipe), on="main")
     data = world.checked(lambda: preflight(recipe, world.size))
     model = world.checked(lambda: load_model(recipe, world.device))
     drawn = [prompt.text for prompt in (*data.prompts, *data.shown)]
     world.checked(lambda: model.check_prompts(drawn[world.rank :: world.size]))
     with contextlib.ExitStack() as held:
         world.checked(lambda: held.enter_context(locked(folder)), on="main")
-        if overwrite and world.is_main:
-            clear_run(folder)
+        mirror = open_mirror(recipe, world)
+        if overwrite:
+            world.checked(lambda: clear(recipe, mirror), on="main")
+        start = fetched(recipe, world, mirror, start)
         world.checked(lambda: open_output(recipe, start), on="main")
-        ending.start = start
+        ending.start, ending.mirror = start, mirror
         setup_logging(folder, world.rank, console=recipe.logging.console)
         endpoint = held.enter_context(reward_endpoint(recipe, world))
-        return train(recipe, world, stop, model, data, endpoint, ending)
+        try:
+            outcome = train(recipe, world, stop, model, data, endpoint, ending)
+        except (RunError, UserError):  # raised on all ranks alike
+            if ending.loop is not None:
+                ending.copies = finish(recipe, world, mirror)
+            raise
+        ending.copies = finish(recipe, world, mirror)
+        return outcome
 
 
 def agreed_start(recipe: Recipe, world: World, *, overwrite: bool) -> Start:
@@ -250,6 +272,7 @@ def train(
     from wfm_ds.job import Job, build_engine
     from wfm_ds.monitor import Monitor
     from wfm_ds.preflight import engine_policies
+    from wfm_ds.stored_run import discard_fetched
 
     start = ending.start
     assert start is not None
@@ -283,6 +306,7 @@ def train(
             texts=texts,
             latents=world.checked(lambda: latent_cache(recipe, model)),
             monitor=monitor,
+            mirror=ending.mirror,
         )
         if world.is_main:
             log_rejected(data)
@@ -294,6 +318,8 @@ def train(
             loop = supervision(job, data, exporter, checkpoints, resources)
         if start.checkpoint is not None:
             checkpoints.restore(loop, Path(start.checkpoint))
+            discard_fetched(recipe, world)
+        world.checked(lambda: ending.mirror.start() if ending.mirror is not None else None, on="main")
         ending.loop, ending.exporter = loop, exporter
         try:
             outcome = loop.run()
