@@ -9,10 +9,12 @@ last.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 from wfm_ds import atomic, transfer
 from wfm_ds.checkpoint.store import COMPLETE, STEP_FOLDER, Checkpoint, kept_steps
 from wfm_ds.errors import StorageError
+from wfm_ds.storage import is_remote
 from wfm_ds.transfer import Moved, ignore
 
 log = logging.getLogger(__name__)
@@ -90,9 +93,7 @@ def fetch(found: RemoteCheckpoint, folder: Path, *, moved: Moved = ignore) -> Ch
             shutil.rmtree(making)
         making.mkdir(parents=True)
         for name, size in found.files.items():
-            file = making / name
-            if not file.resolve().is_relative_to(making.resolve()):
-                raise StorageError(f"{found.path}/{COMPLETE} names {name}, which is no file of a checkpoint")
+            file = _inside(making, name, found.path)
             file.parent.mkdir(parents=True, exist_ok=True)
             transfer.download(f"{found.path}/{name}", file, size=size, sha256=found.sha256.get(name), moved=moved)
         atomic.write_text(making / COMPLETE, found.complete)
@@ -104,6 +105,46 @@ def fetch(found: RemoteCheckpoint, folder: Path, *, moved: Moved = ignore) -> Ch
         shutil.rmtree(making, ignore_errors=True)
         raise StorageError(f"{found.path} could not be copied to {folder} ({error}): free space there") from error
     return Checkpoint(folder, found.step, found.world_size, found.facts)
+
+
+@contextlib.contextmanager
+def on_this_machine(place: str, beside: Path) -> Iterator[Path]:
+    """A path as it is; what lies at an s3:// address as a temporary folder near `beside`, a checkpoint compared with
+    its digests. Raises StorageError."""
+    if not is_remote(place):
+        yield Path(place)
+        return
+    address, sizes = place.rstrip("/"), transfer.listing(place.rstrip("/"))
+    if not sizes:
+        raise StorageError(f"{address}: there is nothing")
+    found = _read(address, sizes)
+    if found is None and COMPLETE in sizes:
+        raise StorageError(f"{address} is damaged: files are missing or were cut off; choose another checkpoint")
+    near = next(path for path in (beside.absolute(), *beside.absolute().parents) if path.is_dir())
+    with tempfile.TemporaryDirectory(prefix=".wfm-", dir=near) as temporary:
+        folder = Path(temporary) / address.rpartition("/")[2]
+        if found is not None:
+            fetch(found, folder)
+        else:
+            _fetch_files(address, sizes, folder)
+        yield folder
+
+
+def _fetch_files(address: str, sizes: Mapping[str, int], folder: Path) -> None:
+    try:
+        for name, size in sizes.items():
+            file = _inside(folder, name, address)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            transfer.download(f"{address}/{name}", file, size=size)
+    except OSError as error:
+        raise StorageError(f"{address} could not be copied to {folder} ({error}): free space there") from error
+
+
+def _inside(folder: Path, name: str, address: str) -> Path:
+    file = folder / name
+    if not file.resolve().is_relative_to(folder.resolve()):
+        raise StorageError(f"{address} has {name}, which leads out of its folder: it is of nobody that can be trusted")
+    return file
 
 
 def publish(
