@@ -250,6 +250,7 @@ RUN_BY = {
     "wfm_ds.recipe_section": "test_recipe_file.py",
     "wfm_ds.rl": "distributed/test_runs.py",
     "wfm_ds.rollout.groups": "distributed/test_runs.py",
+    "wfm_ds.traces": "test_stored_run.py",
     "wfm_ds.sampling.shapes": "algorithms/test_diffusion_nft.py",
     "wfm_ds.validation": "distributed/test_runs.py",
     "wfm_kernels.checks": "kernels/test_sde_step.py",

@@ -258,8 +258,12 @@ class Mirror:
     # ---- the note of it
 
     def _note(self) -> None:
+        """What the storage has, for the next process in this folder."""
         files = {name: [sent.size, sent.mtime_ns, sent.stored] for name, sent in self._sent.items()}
-        atomic.write_text(self.folder / LEDGER, json.dumps({"address": self.address, "files": files}) + "\n")
+        try:
+            atomic.write_text(self.folder / LEDGER, json.dumps({"address": self.address, "files": files}) + "\n")
+        except OSError as error:  # a full disk, of which the run itself speaks
+            log.warning("%s: %s; a continued run sends these files once more", self.folder / LEDGER, error)
 
     def _noted(self) -> dict[str, Sent]:
         """Empty if there is none that can be used: files are then sent again."""
