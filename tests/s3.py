@@ -96,7 +96,7 @@ class FaultyProxy(CuttingProxy):
         self.errors = 0  # answered 500, Internal Server Error
         self.flips = 0  # passed on with another byte
         self.gone = False  # nobody listens behind it
-        self.gone_after = None  # so many more uploads pass before it is
+        self.gone_at, self.pass_first = None, 0  # it is, at an upload of such a name, of which the first ones pass
         self.num_failed, self.copies = 0, 0
         super().__init__(url)
 
@@ -122,13 +122,13 @@ class FaultyProxy(CuttingProxy):
     def _counted(self, part):
         if part.startswith(b"PUT "):
             self.copies += b"x-amz-copy-source" in part.lower()
-            if self.gone_after is not None:
-                self.gone_after -= 1
-                self.gone |= self.gone_after < 0
+            if self.gone_at is not None and self.gone_at in part.partition(b"\r\n")[0]:
+                self.pass_first -= 1
+                self.gone |= self.pass_first < 0
         return self
 
     def come_back(self):
-        self.gone, self.gone_after = False, None
+        self.gone, self.gone_at = False, None
 
     @staticmethod
     def _refuse(client, part):

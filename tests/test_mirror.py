@@ -173,7 +173,7 @@ def test_a_storage_that_goes_in_the_middle_keeps_its_last_complete_checkpoint(
     copied(folder, address)
     monkeypatch.setattr(transfer, "NUM_TRIES", 1)
     checkpoint(folder, 2, size=50_000)
-    proxy.gone_after = 1  # the first file of checkpoint 2 arrives, its COMPLETE does not
+    proxy.gone_at, proxy.pass_first = b"/checkpoints/step_2/", 1  # its COMPLETE does not arrive
     copies, missing = copied(folder, address, stall_s=5.0)
     assert "checkpoints/step_2" in missing
     assert f"{address}/" in copies.failure

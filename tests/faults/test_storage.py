@@ -45,7 +45,7 @@ def test_a_run_outlives_its_storage_and_the_same_command_sends_the_rest(proxy, t
         digits=tmp_path / "digits",
         changes=[*changes, "checkpoint.every=1", "run.steps=3", "logging.console=true"],
     )
-    proxy.gone_after = 3  # the probe and a part of a checkpoint
+    proxy.gone_at, proxy.pass_first = b"/checkpoints/", 1
     ended = command(**run)
     assert ended.returncode == 1, ended.stderr
     said = [line for line in ended.stderr.splitlines() if "has not got all of this run" in line]
