@@ -139,6 +139,9 @@ def write_small_buckets(file: Path, stage: int = 3) -> None:
     elements = {"reduce_bucket_size": 2e7}
     if stage == 3:
         elements |= {"stage3_prefetch_bucket_size": 2e7, "stage3_max_live_parameters": 1e8}
+        elements["sub_group_size"] = (
+            5e7  # of the optimizer's steps, the first of which is taken when the engine is made
+        )
     file.write_text(json.dumps({"zero_optimization": {"stage": stage, **elements}}))
 
 

@@ -1,8 +1,10 @@
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wfm_ds.derived import derive
+from wfm_ds.derived import derive, num_replicas
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import Recipe
 
@@ -38,6 +40,35 @@ def test_shares_are_equal_or_refused_with_the_numbers(groups, size, updates, wor
             derive(recipe, world)
     else:
         assert derive(recipe, world).samples_per_rank * world == groups * size
+
+
+def test_replicas_share_out_what_ranks_do_without_sequence_parallelism():
+    alone, shared = derive(nft(updates=2), 2), derive(nft(updates=2, sequence_parallel=4), 8)
+    assert shared == dataclasses.replace(alone, world_size=8, sequence_parallel=4)
+    assert (shared.num_replicas, shared.replicas, alone.replicas) == (2, "2 replicas of 4 ranks", "2 ranks")
+    assert shared.lines()[:2] == [
+        "ranks                      8 (2 replicas of 4 ranks)",
+        "samples per step           16 (8 a replica)",
+    ]
+    assert shared.lines()[2].startswith("training terms a replica   36 per")
+    assert alone.lines()[2].startswith("training terms a rank      36 per")
+    with pytest.raises(RecipeError, match=r"not divisible by 3 replicas of 2 ranks \* 1 algorithm"):
+        derive(nft(sequence_parallel=2), 6)
+
+
+def test_sequence_parallelism_divides_the_ranks_and_stays_on_a_node():
+    recipe = nft(sequence_parallel=4)
+    assert num_replicas(recipe, 16, ranks_per_node=8) == 4
+    with pytest.raises(
+        RecipeError, match=r"sequence_parallel 4 does not divide the 6 ranks: choose a divisor of 6, or"
+    ):
+        num_replicas(recipe, 6)
+    with pytest.raises(
+        RecipeError, match=r"does not divide the 2 ranks of a node: .* or a multiple of 4 ranks of a nod"
+    ):
+        num_replicas(recipe, 16, ranks_per_node=2)
+    with pytest.raises(RecipeError, match="does not divide the 2 ranks"):
+        derive(recipe, 2)
 
 
 def test_accumulation_is_derived_in_rl_and_may_not_be_set_too():

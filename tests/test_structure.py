@@ -265,6 +265,7 @@ RUN_BY = {
     "wfm_ds.replica_data": "distributed/test_sequence_parallel_runs.py",
     "wfm_ds.rl": "distributed/test_runs.py",
     "wfm_ds.rollout.groups": "distributed/test_runs.py",
+    "wfm_ds.traces": "test_stored_run.py",
     "wfm_ds.sampling.shapes": "algorithms/test_diffusion_nft.py",
     "wfm_ds.ulysses.attention": "distributed/test_ulysses.py",
     "wfm_ds.ulysses.base": "distributed/test_ulysses.py",

@@ -21,6 +21,7 @@ from wfm_ds.derived import Derived, derive
 from wfm_ds.engine import DenoiserEngine
 from wfm_ds.lifecycle import StopFlag
 from wfm_ds.meter import Stopwatch
+from wfm_ds.mirror import Mirror
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.latent_cache import LatentCache
 from wfm_ds.models.text_cache import TextCache
@@ -54,6 +55,7 @@ class Job:
     texts: TextCache
     latents: LatentCache | None = None  # of training media, if they are kept
     monitor: Monitor
+    mirror: Mirror | None = None  # rank 0's, if the run is copied to a storage
     timer: Stopwatch = field(default_factory=Stopwatch)
     forwards: Counter[str] = field(default_factory=Counter)  # of this rank since the last metrics, by purpose
 
