@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import importlib
 import json
 import os
@@ -109,24 +110,27 @@ def save(folder: Path) -> None:
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     export(target, engine, folder / "live", policy="train", dtype=torch.float32, is_main=world.is_main)
     live = {"seconds": time.perf_counter() - began, "peak MiB": resident_mib("VmHWM") - before}
-    state = capture(engine, {}, target, torch.float32)
-    store.Save(folder / "ours", 1, world, state.write, facts={}, keep=1).commit()
-    del state  # as much again as the engine's own
+
+    def write(making: Path) -> list[Path]:
+        with (folder / "turn").open("w") as turn:  # one rank after the other: a laptop has not room for both copies
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            return capture(engine, {}, target, torch.float32).write(making)
+
+    store.Save(folder / "ours", 1, world, write, facts={}, keep=1).commit()
     engine.ds.save_checkpoint(str(folder / "theirs"))
     if world.is_main:
         (folder / LIVE).write_text(json.dumps(live))
 
 
 def fill_optimizer(engine: DenoiserEngine) -> None:
-    """What a step would leave, without the memory that it takes: moments, and weights that are not the base's."""
+    """What a step would leave: moments, here zeros that take no memory while nobody writes to them, and weights that
+    are not the base's."""
+    import numpy as np
     import torch
 
     for state, master in zip(engine.shards.optimizer_states(), engine.shards.masters(), strict=True):
-        state |= {
-            "step": torch.tensor(1.0),
-            "exp_avg": torch.zeros_like(master),
-            "exp_avg_sq": torch.zeros_like(master),
-        }
+        moments = {name: torch.from_numpy(np.zeros(len(master), np.float32)) for name in ("exp_avg", "exp_avg_sq")}
+        state |= {"step": torch.tensor(1.0), **moments}
         master.mul_(1.01)
 
 

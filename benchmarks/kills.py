@@ -121,10 +121,11 @@ class Run:
         ended = start(words, RANKS, moment=moment, watched=self.checkpoints, scratch=scratch)
         if not ended.killed and any(ended.exit_codes):
             raise StudyError(f"{self.folder}: exit codes {ended.exit_codes}\n{tails(scratch)}")
-        self._require_right_start()
+        self.require_right_start()
         return ended
 
-    def _require_right_start(self) -> None:
+    def require_right_start(self) -> None:
+        """Raises StudyError unless each start that got so far continued from what was then the newest checkpoint."""
         log = self.folder / "logs" / "rank_0.log"
         continued = re.findall(r"continues after step (\d+) from", log.read_text()) if log.exists() else []
         allowed = [step for step in self.steps if step > 0]

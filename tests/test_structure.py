@@ -147,7 +147,7 @@ def test_package_stays_free_of_heavy_libraries(package):
     assert wrong == []
 
 
-@pytest.mark.parametrize("loop", ["sft", "rl", "validation", "job", "rollout.colocated"])
+@pytest.mark.parametrize("loop", ["sft", "rl", "validation", "job", "derived", "rollout.colocated"])
 def test_loops_name_no_algorithm_and_no_family(loop):
     text = SOURCES[f"wfm_ds.{loop}"].read_text()
     assert not re.search(r"if .*(\.name ==|isinstance\(.*model)|diffusion_nft|stable.?diffusion", text, re.IGNORECASE)

@@ -203,6 +203,9 @@ class RewardRecipe(Section):
     def _one_source(self) -> RewardRecipe:
         if self.spawn == (self.endpoint is not None):
             raise ValueError("set either spawn: true, or endpoint together with spawn: false")
+        if not self.spawn:  # a service that runs already has settings of its own
+            for function in self.functions:
+                function.require_default("workers", "max_batch", unless="reward.spawn: true")
         names = [f.name for f in self.functions]
         if len(set(names)) != len(names):
             raise ValueError(f"each reward may be named once, got {names}")
@@ -331,6 +334,8 @@ class Recipe(Section):
                 f"algorithm {algorithm.name} trains on noisy denoise steps, and sampling.solver {solver} has none: "
                 f"choose {', '.join(NOISE_LEVELS)}"
             )
+        if solver != "cps":
+            algorithm.require_default("log_prob", unless="sampling.solver: cps")
         if algorithm.kl_beta > 0 and algorithm.kl_type == "flow_grpo" and solver == "cps":
             raise ValueError("algorithm.kl_type flow_grpo is not defined for sampling.solver cps: choose gaussian")
 

@@ -207,51 +207,15 @@ def train(
     ending: Ending,
 ) -> Outcome:
     """Wrap the denoiser, run the recipe's loop, evaluate and export. Every rank returns the same outcome."""
-    from wfm_ds.algorithms import build_rl
-    from wfm_ds.caches import drop_idle_encoders, latent_cache, needed_texts, text_cache
     from wfm_ds.checkpoint.checkpoints import Checkpoints
     from wfm_ds.checkpoint.exporter import Exporter
-    from wfm_ds.datasets import log_rejected
-    from wfm_ds.derived import derive
-    from wfm_ds.job import Job, build_engine
-    from wfm_ds.monitor import Monitor
-    from wfm_ds.preflight import engine_policies
+    from wfm_ds.job import open_job
 
     start = ending.start
     assert start is not None
-    size, derived = recipe.sampling, derive(recipe, world.size)
-    algorithm = None
-    if recipe.is_rl:
-        shape = model.latent_shape(size.height, size.width, size.num_frames)
-        algorithm = build_rl(recipe, model.sigmas(size.steps, shape))
-    engine = world.checked(lambda: build_engine(model, recipe, derived, world, engine_policies(recipe)))
-    texts = world.checked(lambda: text_cache(recipe, model, data))
-    if drop_idle_encoders(model, texts, needed_texts(recipe, model, data)):
-        log.info("all texts are in %s: the text encoders are not kept in memory", recipe.data.cache_dir)
+    algorithm = rl_algorithm(recipe, model)
     with contextlib.ExitStack() as resources:
-        monitor = Monitor(
-            recipe.run.output_dir,
-            is_main=world.is_main,
-            tensorboard=recipe.logging.tensorboard,
-            console=recipe.logging.console,
-            total_steps=recipe.run.steps,
-            unit="videos" if model.video and size.num_frames > 1 else "images",
-            resumed_at=start.step * derived.updates_per_step if start.checkpoint else None,
-        )
-        resources.callback(monitor.close)
-        job = Job(
-            recipe=recipe,
-            derived=derived,
-            world=world,
-            stop=stop,
-            model=model,
-            engine=engine,
-            texts=texts,
-            latents=world.checked(lambda: latent_cache(recipe, model)),
-            monitor=monitor,
-        )
-        if world.is_main:
-            log_rejected(data)
+        job = open_job(recipe, world, stop, model, data, start, resources)
         exporter, checkpoints = Exporter(job), Checkpoints(job)
         loop: RlTrainer | SftTrainer
         if algorithm is not None:
@@ -271,8 +235,20 @@ def train(
         exporter.at_end(outcome.step)
         # Who asks a run to stop does not wait for an evaluation.
         evaluation = loop.validator.at_end(outcome.step) if outcome.status == "finished" else {}
-        monitor.message(f"{outcome.status} at step {outcome.step}; result in {recipe.run.output_dir / 'result.json'}")
+        job.monitor.message(
+            f"{outcome.status} at step {outcome.step}; result in {recipe.run.output_dir / 'result.json'}"
+        )
     return dataclasses.replace(outcome, metrics={**outcome.metrics, **evaluation})
+
+
+def rl_algorithm(recipe: Recipe, model: DiffusionModel) -> RlAlgorithm | None:
+    """On the model's own grid of noise levels; None for SFT."""
+    from wfm_ds.algorithms import build_rl
+
+    size = recipe.sampling
+    if not recipe.is_rl:
+        return None
+    return build_rl(recipe, model.sigmas(size.steps, model.latent_shape(size.height, size.width, size.num_frames)))
 
 
 def supervision(

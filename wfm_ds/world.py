@@ -48,6 +48,7 @@ class World:
     local_rank: int
     device: torch.device
     host_group: ProcessGroup | None  # None: the default group
+    timeout_s: float = COLLECTIVE_TIMEOUT_S  # of a collective
     replica: Replica | None = None  # None: each rank is one
 
     @classmethod
@@ -75,9 +76,9 @@ class World:
             backend = "nccl" if device.type == "cuda" else "gloo"
             deepspeed.init_distributed(dist_backend=backend, timeout=timeout, auto_mpi_discovery=False, verbose=False)
         host_group = None if device.type == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
-        return cls(dist.get_rank(), dist.get_world_size(), local_rank, device, host_group)
+        return cls(dist.get_rank(), dist.get_world_size(), local_rank, device, host_group, timeout_s)
 
-    def in_replicas(self, sp_size: int, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> World:
+    def in_replicas(self, sp_size: int) -> World:
         """This world with ranks [i * sp_size, (i + 1) * sp_size) as replica i; collective. Raises UserError unless
         sp_size divides `size`."""
         import torch.distributed as dist
@@ -86,7 +87,7 @@ class World:
 
         if sp_size == 1:
             return replace(self, replica=None)
-        timeout, host_group = datetime.timedelta(seconds=timeout_s), None
+        timeout, host_group = datetime.timedelta(seconds=self.timeout_s), None
         group = sequence_group(sp_size, timeout)
         if self.device.type != "cpu":
             host_group = sequence_group(sp_size, timeout, backend="gloo")

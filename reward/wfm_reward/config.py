@@ -57,8 +57,9 @@ class RewardConfig(Section):
     max_waiting: PositiveInt | None = None
     """Tasks of this reward that may wait; above it, clients are told to offer them again later. Unset:
     pipes.max_waiting."""
-    stall_s: PositiveFloat = 120.0
-    """Without progress for this long a worker is replaced; its task is tried three times in all."""
+    stall_s: PositiveFloat | None = None
+    """Without progress for this long a worker is replaced; its task is tried three times in all. Unset: 120, and 660
+    for rewards that ask other services."""
     python: Path | None = None
     """The Python that runs its workers, with the packages of its model, numpy, pyzmq and msgpack. Unset: the service's
     own."""

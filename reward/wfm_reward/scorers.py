@@ -22,6 +22,7 @@ import wfm_ds
 import wfm_reward
 from wfm_ds.errors import RewardError
 from wfm_ds.pipes.hub import Hub
+from wfm_reward import registry
 from wfm_reward.config import DecoderConfig, RewardConfig
 
 log = logging.getLogger(__name__)
@@ -47,11 +48,17 @@ class Program:
 
 def scorer(name: str, config: RewardConfig) -> Program:
     """The program that computes a reward."""
-    settings = config.model_dump(include={"device", "options", "max_batch", "max_wait_ms", "stall_s"})
+    settings = config.model_dump(include={"device", "options", "max_batch", "max_wait_ms"})
+    settings["stall_s"] = stall_s(name, config)
     return Program(
         f"reward {name}", f"score:{name}", "wfm_reward.worker", {"reward": name, **settings}, config.device,
         config.workers, config.python,
     )  # fmt: skip
+
+
+def stall_s(name: str, config: RewardConfig) -> float:
+    """The configuration's, else the reward's own."""
+    return registry.describe(name).stall_s if config.stall_s is None else config.stall_s
 
 
 def decoder(channels: int, config: DecoderConfig, folder: Path) -> Program:

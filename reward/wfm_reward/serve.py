@@ -28,7 +28,7 @@ from wfm_reward import registry
 from wfm_reward.config import ServiceConfig, load_config
 from wfm_reward.decoder import STALL_S as DECODE_STALL_S
 from wfm_reward.decoder import VIDEO_FILES
-from wfm_reward.scorers import Program, Scorers, decoder, scorer
+from wfm_reward.scorers import Program, Scorers, decoder, scorer, stall_s
 from wfm_reward.stats import Stats
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Service:
         pipes = self.config.pipes
         kinds = {
             f"score:{name}": Kind(
-                reward.stall_s, {"max_batch": reward.max_batch, "options": reward.options}, reward.max_waiting
+                stall_s(name, reward), {"max_batch": reward.max_batch, "options": reward.options}, reward.max_waiting
             )
             for name, reward in self.config.rewards.items()
         }

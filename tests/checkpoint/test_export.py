@@ -465,6 +465,22 @@ def test_export_names_the_prompt_template_that_was_trained_with(tiny_pipelines, 
     assert call == json.loads((model.path / "call.json").read_text()) | {"complex_human_instruction": model.instruction}
 
 
+def test_a_lora_names_the_prompt_template_that_it_was_trained_with(tiny_pipelines, tmp_path):
+    for template, named in (("stock", True), ("none", False)):  # the folder's own call.json says none
+        model = registry.load(tiny_pipelines("sana"), dtype=torch.float32, device="cpu", prompt_template=template)
+        folder = export(ExportTarget.of(model), add_adapter(model), tmp_path / template, **MAIN)
+        assert (folder / "call.json").exists() == named
+        assert (f"arguments in {folder / 'call.json'}" in loading_lines(model.path, folder, lora=True)) == named
+    call = json.loads((tmp_path / "stock" / "lora" / "call.json").read_text())
+    assert call["complex_human_instruction"]
+
+
+def test_loading_lines_say_which_pipeline_builds_a_safety_checker(tiny_pipelines):
+    for family, said in (("cosmos25", True), ("sana", False)):
+        lines = loading_lines(tiny_pipelines(family), tiny_pipelines(family), lora=False)
+        assert ("safety_checker=... is added:\npipe = " in lines) == said
+
+
 def test_export_names_the_text_length_that_was_trained_with(trained, tmp_path):
     model, source = trained
     stored = (model.path / "call.json").read_text()

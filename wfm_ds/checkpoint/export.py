@@ -8,6 +8,7 @@ lets the ranks agree: `world.checked(lambda: export(...))`.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import json
 import logging
@@ -30,6 +31,7 @@ from wfm_ds.errors import ModelError, UserError
 log = logging.getLogger(__name__)
 
 SHARD_BYTES = 1 << 30  # of one file
+SAFETY_CHECKER = "safety_checker"
 LORA_FOLDER = "lora"
 LORA_FILES = {"transformer": "model.safetensors", "transformer_2": "model_2.safetensors"}  # by part of the denoiser
 LORA_PREFIX = "transformer"  # of the keys in both files: diffusers looks for no other one
@@ -83,16 +85,22 @@ def export(
             if source.lora:
                 settings = adapter_settings(source.lora_config(), target.base)
                 write_lora(_by_part(_here(stream), target.parts), settings, making / LORA_FOLDER, shapes=target.shapes)
+                _write_call(target, making / LORA_FOLDER)
             else:
                 share_unchanged(target.base, making, changed=target.parts)
-                if target.call:
-                    (making / CALL).unlink(missing_ok=True)  # it may be a link to the base model's
-                    (making / CALL).write_text(call_json(target.base, target.call), encoding="utf-8")
+                _write_call(target, making)
                 _write_denoiser(target, _here(stream), making, dtype, shard_bytes)
     finally:
         _exhaust(stream)
     log.info("exported the %s weights to %s", policy, result)
     return result
+
+
+def _write_call(target: ExportTarget, folder: Path) -> None:
+    """call.json, if prompts were encoded otherwise than the base folder says."""
+    if target.call:
+        (folder / CALL).unlink(missing_ok=True)  # it may be a link to the base model's
+        (folder / CALL).write_text(call_json(target.base, target.call), encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -113,27 +121,42 @@ def loading_lines(base: Path, exported: Path, lora: bool) -> str:
     """
     pipeline = base if lora else exported
     arguments = [json.dumps(str(pipeline)), *(f"{name}=None" for name in _must_be_declined(pipeline))]
-    lines = [
-        "from diffusers import DiffusionPipeline",
-        f"pipe = DiffusionPipeline.from_pretrained({', '.join(arguments)})",
-    ]
+    lines = ["from diffusers import DiffusionPipeline"]
+    if _builds_checker(pipeline):
+        lines.append(
+            "# builds its safety checker, whose package must be installed, unless safety_checker=... is added:"
+        )
+    lines.append(f"pipe = DiffusionPipeline.from_pretrained({', '.join(arguments)})")
     if lora:
         name = json.dumps(str(exported))
         for part, file in LORA_FILES.items():
             if (exported / file).exists():
                 second = "" if part == LORA_PREFIX else f", load_into_{part}=True"
                 lines.append(f'pipe.load_lora_weights({name}, weight_name="{file}", adapter_name="default"{second})')
+        if (exported / CALL).exists():
+            lines.append(f"# it was trained on prompts as encoded by the call's arguments in {exported / CALL}")
     return "\n".join(lines)
 
 
 def _must_be_declined(pipeline: Path) -> list[str]:
     """Components that the index leaves out and diffusers misses nevertheless (SD3 without T5)."""
+    index = read_index(pipeline)
+    optional = getattr(_pipeline_class(index), "_optional_components", [])
+    return [name for name, (_, kind) in components(index).items() if kind is None and name not in optional]
+
+
+def _builds_checker(pipeline: Path) -> bool:
+    """Whether the pipeline makes a safety checker that the folder does not have (Cosmos-Predict2.5)."""
+    index = read_index(pipeline)
+    takes = inspect.signature(_pipeline_class(index)).parameters
+    return SAFETY_CHECKER in takes and components(index).get(SAFETY_CHECKER, (None, None))[1] is None
+
+
+def _pipeline_class(index: Mapping[str, Any]) -> Any:
+    """What the index names; diffusers' base class if diffusers does not know it."""
     import diffusers
 
-    index = read_index(pipeline)
-    pipeline_class = getattr(diffusers, str(index.get("_class_name")), None)
-    optional = getattr(pipeline_class, "_optional_components", [])
-    return [name for name, (_, kind) in components(index).items() if kind is None and name not in optional]
+    return getattr(diffusers, str(index.get("_class_name")), diffusers.DiffusionPipeline)
 
 
 def _exhaust(stream: Iterator[tuple[str, Tensor | None]]) -> None:

@@ -34,7 +34,7 @@ from wfm_ds.types import MediaBatch, Score
 log = logging.getLogger(__name__)
 
 MAX_RUN_CHARS = 100  # for people who read the service's log
-STALL_S = 120.0  # without progress, before a worker of a spawned service is replaced
+STALL_S = 120.0  # without progress, before a worker of a reward of the user's own is replaced
 STOP_S = 20.0  # for a service to end its scorers
 MAX_RESTARTS = 5
 RESTARTS_WINDOW_S = 600.0
@@ -151,13 +151,24 @@ class RewardService:
 
 
 def service_config(reward: RewardRecipe, sockets: Path) -> dict[str, Any]:
-    """The configuration that serves exactly this recipe, with its sockets in that folder."""
-    stall_s = min(STALL_S, reward.timeout_s)  # a worker without progress for longer is of no use to this run
+    """The configuration that serves exactly this recipe, with its sockets in that folder. Raises RewardError for an
+    unknown reward."""
     rewards = {
-        f.name: {"stall_s": stall_s, **f.model_dump(include={"workers", "max_batch", "options"})}
+        # A worker without progress for longer than reward.timeout_s is of no use to this run.
+        f.name: {
+            "stall_s": min(_stall_s(f.name), reward.timeout_s),
+            **f.model_dump(include={"workers", "max_batch", "options"}),
+        }
         for f in reward.functions
     }
     return {"pipes": {"folder": str(sockets)}, "rewards": rewards}
+
+
+def _stall_s(name: str) -> float:
+    """The reward's own; somebody else's class is not imported here for it."""
+    from wfm_reward import registry
+
+    return STALL_S if registry.is_path(name) else registry.describe(name).stall_s
 
 
 @dataclass(frozen=True, slots=True)
