@@ -64,7 +64,7 @@ def batch(recipe: Recipe, world_size: int) -> str:
         world_size=world_size,
         ranks_per_node=world_size,
     )
-    return f"{derived.samples_per_step} samples a step, {derived.samples_per_rank} on each of {world_size} ranks"
+    return f"{derived.samples_per_step} samples a step, {derived.samples_per_rank} on each of {derived.replicas}"
 
 
 def data_text(recipe: Recipe) -> str:

@@ -36,7 +36,7 @@ MAY_CHANGE = (
     *("run.steps", "run.output_dir", "run.resume", "logging.", "validation.", "checkpoint."),
     # How the work is cut over ranks: sums in another order, the same numbers but for their last bits.
     *("engine.deepspeed", "engine.micro_batch_size", "engine.gradient_accumulation", "engine.max_forward_batch"),
-    "engine.guard",
+    *("engine.sequence_parallel", "engine.guard"),
     *("reward.spawn", "reward.endpoint", "reward.timeout_s", "reward.start_timeout_s"),
 )
 # Which images are held out decides which are trained on.
@@ -186,10 +186,13 @@ def require_same_recipe(recipe: Recipe, path: str, other: Recipe | None, way_out
 def differences(there: Recipe, here: Recipe) -> list[str]:
     """`key: OLD there, NEW here` for each key whose change would make it another run."""
     old, new = flat(there.model_dump(mode="json")), flat(here.model_dump(mode="json"))
+    # With buckets the samples of a micro-batch have one size, which decides in what order samples come.
+    decides_order = here.data.buckets is not None and not here.is_rl
+    fixed = (*MAY_NOT_CHANGE, *(["engine.micro_batch_size"] if decides_order else []))
     return [
         f"{key}: {old.get(key, 'nothing')} there, {new.get(key, 'nothing')} here"
         for key in dict.fromkeys([*old, *new])
-        if old.get(key) != new.get(key) and (key in MAY_NOT_CHANGE or not key.startswith(MAY_CHANGE))
+        if old.get(key) != new.get(key) and (key in fixed or not key.startswith(MAY_CHANGE))
     ]
 
 
@@ -209,8 +212,8 @@ def require_same_batch(found: Checkpoint | RemoteCheckpoint, recipe: Recipe, wor
     if here != there:
         raise RecipeError(
             f"{found.path} was written by {found.world_size} ranks with {there} samples a step; {world_size} ranks of "
-            f"this recipe make {here}: set engine.micro_batch_size and engine.gradient_accumulation so that they make "
-            f"{there}"
+            f"this recipe make {here}: set engine.micro_batch_size, engine.gradient_accumulation and "
+            f"engine.sequence_parallel so that they make {there}"
         )
     micros = found.facts.get("accumulation")
     if not recipe.is_rl and found.facts.get("num_experts", 1) > 1 and micros != derived.accumulation:

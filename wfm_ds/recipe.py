@@ -90,13 +90,20 @@ class EngineRecipe(Section):
     deepspeed: str = "zero2"
     """A name in ds_configs/ (zero1, zero2, zero3, ...) or the path of a DeepSpeed JSON. It owns ZeRO settings only."""
     micro_batch_size: PositiveInt = 1
-    """Training terms (SFT: samples; RL: pairs of sample and timestep) per forward and rank."""
+    """Training terms (SFT: samples; RL: pairs of sample and timestep) per forward and rank, or per forward and
+    replica of `sequence_parallel` ranks."""
     gradient_accumulation: PositiveInt = 1
     """SFT: micro-batches per optimizer step. RL derives it: all terms of an update, divided by micro_batch_size."""
     max_forward_batch: PositiveInt = 16
     """Samples per forward without gradient (rollout, validation, old and reference predictions)."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Gradients are clipped to this global norm; 0 switches clipping off."""
+    sequence_parallel: PositiveInt = 1
+    """Neighbouring ranks that work on the same samples together, each on its share of the tokens: for videos whose
+    activations one GPU cannot hold. Divides the ranks of a node."""
+    timeout_minutes: PositiveFloat = 30.0
+    """A run of several ranks ends, and names the rank that the others wait for, when none has begun a forward, step or
+    exchange for so long. Longer than loading the model, a reward or writing a checkpoint takes."""
     guard: bool = False
     """Before every forward, check that all ranks are about to do the same one. For debugging; costs one small
     all-reduce a forward."""
@@ -198,6 +205,9 @@ class RewardRecipe(Section):
     def _one_source(self) -> RewardRecipe:
         if self.spawn == (self.endpoint is not None):
             raise ValueError("set either spawn: true, or endpoint together with spawn: false")
+        if not self.spawn:  # a service that runs already has settings of its own
+            for function in self.functions:
+                function.require_default("workers", "max_batch", unless="reward.spawn: true")
         names = [f.name for f in self.functions]
         if len(set(names)) != len(names):
             raise ValueError(f"each reward may be named once, got {names}")
@@ -332,6 +342,8 @@ class Recipe(Section):
                 f"algorithm {algorithm.name} trains on noisy denoise steps, and sampling.solver {solver} has none: "
                 f"choose {', '.join(NOISE_LEVELS)}"
             )
+        if solver != "cps":
+            algorithm.require_default("log_prob", unless="sampling.solver: cps")
         if algorithm.kl_beta > 0 and algorithm.kl_type == "flow_grpo" and solver == "cps":
             raise ValueError("algorithm.kl_type flow_grpo is not defined for sampling.solver cps: choose gaussian")
 

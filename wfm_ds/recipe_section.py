@@ -41,3 +41,12 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=False, use_attribute_docstrings=True, ser_json_inf_nan="constants"
     )
+
+    def changed(self, *keys: str) -> list[str]:
+        """Those of these keys that have another value than their default: a resolved recipe names all keys."""
+        return [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
+
+    def require_default(self, *keys: str, unless: str) -> None:
+        """ValueError if one of these keys is set, which nothing reads unless what `unless` says holds."""
+        if unread := self.changed(*keys):
+            raise ValueError(f"{' and '.join(unread)}: only read with {unless}; remove it")

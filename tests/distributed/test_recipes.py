@@ -47,6 +47,7 @@ TWINS = {
     "cp_ddrl_14b": "cosmos25_ddrl",
     "cp_mock": "cosmos25_mock",
     "wan_sft_lora": "wan_sft_lora",
+    "wan_long_video_sft_lora": "wan_long_video_sft_lora",
     "wan_nft": "wan_nft",
     "wan22_sft_lora": "wan22_sft_lora",
 }
@@ -88,8 +89,9 @@ def media(tmp_path_factory):
 
 
 @pytest.fixture
-def run(one_rank, tiny_pipelines, media, tmp_path):
-    """Runs a tiny recipe briefly, on this family's pipeline unless the recipe's own; (its export, pipeline, family)."""
+def run(one_rank, two_ranks, tiny_pipelines, media, tmp_path):
+    """Runs a tiny recipe briefly, on this family's pipeline unless the recipe's own; (its export, pipeline, family).
+    On the fewest ranks that it takes: one replica."""
 
     def run(path, *overrides, family=None, data=None):
         recipe = recipe_file.load(path, overrides)
@@ -100,9 +102,10 @@ def run(one_rank, tiny_pipelines, media, tmp_path):
             places.append(f"validation.path={media[recipe.validation.path]}")
         held_out = [] if recipe.is_rl else ["validation.num_images=1"]
         words = [*places, *SHORT, *held_out, *overrides]
-        outcome = one_rank.run(train_on_rank, recipe=str(path), overrides=words)[0]
+        ranks = {1: one_rank, 2: two_ranks}[recipe.engine.sequence_parallel]
+        outcome = ranks.run(train_on_rank, recipe=str(path), overrides=words)[0]
         assert (outcome["status"], outcome["step"]) == ("finished", 2)
-        assert_all_steps_taken(tmp_path / "out", derive(recipe_file.load(path, words), 1).total_updates)
+        assert_all_steps_taken(tmp_path / "out", derive(recipe_file.load(path, words), ranks.num_ranks).total_updates)
         return tmp_path / "out" / "safetensors" / "step_2", tiny_pipelines(family), family
 
     return run
@@ -146,6 +149,6 @@ def test_each_algorithm_trains_each_family_and_all_that_it_should(algorithm, kin
 def test_a_full_size_recipe_is_shared_out_over_eight_ranks_and_has_a_tiny_twin(name):
     recipe = recipe_file.load(RECIPES / f"{name}.yaml")
     shares = derive(recipe, 8)
-    assert shares.samples_per_rank * 8 == shares.samples_per_step
+    assert shares.samples_per_rank * shares.num_replicas == shares.samples_per_step
     twin = recipe_file.load(RECIPES / "tiny" / f"{TWINS[name]}.yaml")
     assert (twin.algorithm.name, twin.lora is None) == (recipe.algorithm.name, recipe.lora is None)

@@ -88,6 +88,7 @@ class Checkpoints:
                 "metrics_bytes": job.monitor.sync(),
                 "samples_per_step": job.derived.samples_per_step,
                 "accumulation": job.derived.accumulation,
+                "sequence_parallel": job.derived.sequence_parallel,
                 "num_experts": len(job.model.sigma_ranges),
             }
             self._saving = Save(

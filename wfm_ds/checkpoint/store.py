@@ -146,15 +146,35 @@ def ok_name(rank: int) -> str:
 
 
 def read(path: Path) -> Checkpoint | None:
-    """The checkpoint in this folder; None if it is not complete: COMPLETE is missing, or files are, or their sizes
-    differ from what it says."""
+    """The checkpoint in this folder; None if it is not complete, for a reason that `flaw` says."""
+    found = _examined(path)
+    return found if isinstance(found, Checkpoint) else None
+
+
+def flaw(path: Path) -> str | None:
+    """Why this folder is no complete checkpoint, as a clause; None if it is one."""
+    found = _examined(path)
+    return found if isinstance(found, str) else None
+
+
+def _examined(path: Path) -> Checkpoint | str:
+    """A checkpoint, or why it is none: COMPLETE is missing, or files are, or their sizes differ from what it says."""
     try:
         marker = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
-        intact = all((path / name).stat().st_size == size for name, size in marker["files"].items())
         found = Checkpoint(path, int(marker["step"]), int(marker["world_size"]), dict(marker["facts"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # any of them: this is none
-        return None
-    return found if intact else None
+        sizes = dict(marker["files"])
+    except OSError as error:
+        return f"{COMPLETE} cannot be read ({error.strerror})"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{COMPLETE} is garbled"
+    for name, size in sizes.items():
+        try:
+            there = (path / name).stat().st_size
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        if there != size:
+            return f"{name} has {there} bytes instead of {size}"
+    return found
 
 
 def newest(root: Path) -> Checkpoint | None:
@@ -163,7 +183,7 @@ def newest(root: Path) -> Checkpoint | None:
         found = read(root / f"step_{step}")
         if found is not None:
             return found
-        log.warning("%s is damaged or incomplete and is passed over", root / f"step_{step}")
+        log.warning("%s is passed over: %s", root / f"step_{step}", flaw(root / f"step_{step}"))
     return None
 
 
