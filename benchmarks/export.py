@@ -62,7 +62,8 @@ def write_base(folder: Path, layers: int) -> None:
     folder.mkdir()
     index = {"_class_name": "StableDiffusion3Pipeline", "transformer": ["diffusers", "SD3Transformer2DModel"]}
     (folder / "model_index.json").write_text(json.dumps(index))
-    SD3Transformer2DModel(**config(layers)).save_pretrained(folder / "transformer")
+    transformer = SD3Transformer2DModel(**config(layers)).bfloat16()  # small to load; what is trained is float32
+    transformer.save_pretrained(folder / "transformer")
 
 
 def num_parameters(layers: int) -> int:
