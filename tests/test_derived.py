@@ -74,3 +74,18 @@ def test_sequence_parallelism_divides_the_ranks_and_stays_on_a_node():
 def test_accumulation_is_derived_in_rl_and_may_not_be_set_too():
     with pytest.raises(RecipeError, match=r"engine\.gradient_accumulation is derived"):
         derive(nft(gradient_accumulation=2), world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "algorithm", "count"),
+    [
+        ({}, {"name": "diffusion_nft", "timestep_fraction": 0.5}, 5),
+        ({"solver": "flow_sde"}, {"name": "flow_grpo"}, 9),  # all but the last step are Gaussian draws
+        ({"solver": "flow_sde"}, {"name": "flow_grpo", "timestep_fraction": 0.01}, 1),
+        ({"solver": "edm_2ab"}, {"name": "ddrl", "train_on": [0, 3, -1]}, 3),
+    ],
+)
+def test_each_algorithm_says_on_how_many_noise_levels_a_sample_is_trained(sampling, algorithm, count):
+    values = nft().model_dump(mode="json") | {"algorithm": algorithm}
+    values["sampling"] |= sampling
+    assert derive(Recipe.model_validate(values), world_size=2).terms_per_rank == 8 * count

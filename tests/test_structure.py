@@ -147,7 +147,7 @@ def test_package_stays_free_of_heavy_libraries(package):
     assert wrong == []
 
 
-@pytest.mark.parametrize("loop", ["sft", "rl", "validation", "job", "rollout.colocated"])
+@pytest.mark.parametrize("loop", ["sft", "rl", "validation", "job", "derived", "rollout.colocated"])
 def test_loops_name_no_algorithm_and_no_family(loop):
     text = SOURCES[f"wfm_ds.{loop}"].read_text()
     assert not re.search(r"if .*(\.name ==|isinstance\(.*model)|diffusion_nft|stable.?diffusion", text, re.IGNORECASE)
@@ -265,6 +265,7 @@ RUN_BY = {
     "wfm_ds.replica_data": "distributed/test_sequence_parallel_runs.py",
     "wfm_ds.rl": "distributed/test_runs.py",
     "wfm_ds.rollout.groups": "distributed/test_runs.py",
+    "wfm_ds.traces": "test_stored_run.py",
     "wfm_ds.sampling.shapes": "algorithms/test_diffusion_nft.py",
     "wfm_ds.ulysses.attention": "distributed/test_ulysses.py",
     "wfm_ds.ulysses.base": "distributed/test_ulysses.py",

@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
         description="Write the weights of a checkpoint as a LoRA or a pipeline folder that plain diffusers loads.",
         epilog="Example: python -m wfm_ds.convert outputs/run/checkpoints/step_400 exported --policy train",
     )
-    p.add_argument("checkpoint", type=Path, help="checkpoints/step_N of a run, a LoRA folder, or DeepSpeed's own")
+    p.add_argument("checkpoint", help="checkpoints/step_N of a run, a LoRA folder, or DeepSpeed's own; or s3://...")
     p.add_argument("out", type=Path, help="a new folder, or an export to replace")
     p.add_argument("--policy", help="train, ema or old (default: ema if the run had one, else train)")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], help="of a pipeline's denoiser (default: the run's)")
@@ -44,9 +44,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    from wfm_ds.checkpoint.remote import on_this_machine
+
     args = parser().parse_args(argv)
     try:
-        sys.stdout.write(convert(args) + "\n")
+        with on_this_machine(args.checkpoint, args.out.parent) as args.checkpoint:
+            sys.stdout.write(convert(args) + "\n")
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         return 2

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from wfm_ds.recipe_sampling import SamplingRecipe
 from wfm_ds.recipe_section import Decay, Section
 
 
@@ -98,6 +99,10 @@ class RlSettings(Section):
     updates_per_rollout: PositiveInt = 1
     """Optimizer steps per RL step; the samples are split among them."""
 
+    def num_trained_timesteps(self, sampling: SamplingRecipe) -> int:
+        """Noise levels that each sample of an RL step is trained on."""
+        raise NotImplementedError
+
     @model_validator(mode="after")
     def _comparable(self) -> RlSettings:
         if self.best_of_n is not None and self.best_of_n % 2:
@@ -121,6 +126,9 @@ class NftAlgorithm(RlSettings):
     old_decay: Literal["copy", "standard", "slow"] | DecaySchedule = "standard"
     """How the rollout policy follows the trained one: copy (0), standard (rises by .001 a step to .5), slow (copies for
     75 steps, then rises by .0075 a step to .999), or a mapping of its own."""
+
+    def num_trained_timesteps(self, sampling: SamplingRecipe) -> int:
+        return num_of_share(sampling.steps, self.timestep_fraction)
 
 
 class FlowGrpoAlgorithm(RlSettings):
@@ -160,6 +168,9 @@ class FlowGrpoAlgorithm(RlSettings):
     """GRPO-Guard (arXiv 2510.22319): a ratio without negative bias, on one scale for all steps."""
     guard_reweight: bool = True
     """GRPO-Guard: divide each step's loss by its length in sigma."""
+
+    def num_trained_timesteps(self, sampling: SamplingRecipe) -> int:
+        return num_of_share(sampling.num_noisy_steps, self.timestep_fraction)
 
     @model_validator(mode="after")
     def _all_read(self) -> FlowGrpoAlgorithm:
@@ -212,6 +223,9 @@ class DdrlAlgorithm(RlSettings):
     """What exp(-A) is taken from. 1 lowers the variance and keeps the mean."""
     loss_scale: PositiveFloat = 1.0
     """Factor of the whole loss: it moves the threshold of engine.max_grad_norm, Adam ignores it."""
+
+    def num_trained_timesteps(self, sampling: SamplingRecipe) -> int:
+        return len(self.train_on)
 
     @model_validator(mode="after")
     def _consistent(self) -> DdrlAlgorithm:

@@ -12,6 +12,8 @@ import datetime
 import json
 import os
 from collections.abc import Callable, Mapping
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 COLLECTIVE_TIMEOUT_S = 1800.0
+PATIENCE_S = 10.0  # between two signs of life of a rank that the others wait for
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +214,15 @@ class World:
         group = self.host_group if self.replica is None else self.replica.leaders
         dist.gather(mine, arrays or None, dst=0, group=group)
         return [a.numpy() for a in arrays]
+
+    def patiently(self, work: Callable[[], Any]) -> Any:
+        """Run `work` on rank 0, while the others wait as long as it takes, beyond the limit of one collective: JSON
+        that it returned there, None on the others. A UserError is raised on all ranks."""
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(work) if self.is_main else None
+            while self.any(running is not None and not futures.wait([running], PATIENCE_S).done):
+                pass
+            return self.checked(running.result if running is not None else lambda: None, on="main")
 
     def barrier(self) -> None:
         import torch.distributed as dist
