@@ -28,7 +28,7 @@ from wfm_ds.algorithms import build_rl
 from wfm_ds.derived import Derived, derive
 from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.flops import Flops, count_flops, work_of
-from wfm_ds.forwards import Forwards, added, evaluation, rl_step, sft_step
+from wfm_ds.forwards import Forwards, added, evaluation, guided_by, rl_step, sft_step
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.policy import add_adapters
 from wfm_ds.preflight import load_model
@@ -99,7 +99,8 @@ def step_forwards(recipe: Recipe, derived: Derived, model: DiffusionModel) -> li
     if not recipe.is_rl:
         return [sft_step(recipe, derived)]
     algorithm = build_rl(recipe, model.sigmas(recipe.sampling.steps, latent_shape(recipe, model)))
-    return [rl_step(recipe, derived, algorithm, step) for step in range(1, recipe.run.steps + 1)]
+    guided = guided_by(recipe, model.stage_of)
+    return [rl_step(recipe, derived, algorithm, step, guided=guided) for step in range(1, recipe.run.steps + 1)]
 
 
 def flops_of_sample(recipe: Recipe, subject: Subject) -> Flops:
@@ -156,12 +157,15 @@ class Count:
     derived: Derived
     steps: Sequence[Mapping[str, Forwards]]  # of one rank
     flops: Flops
+    guided_steps: int  # of an evaluation's denoise steps
 
     @classmethod
     def of(cls, recipe: Recipe, subject: Subject, world_size: int) -> Count:
         derived = derive(recipe, world_size)
         steps = step_forwards(recipe, derived, subject.model)
-        return cls(recipe, subject.title, derived, steps, flops_of_sample(recipe, subject))
+        grid = subject.model.sigmas(recipe.sampling.eval_steps, latent_shape(recipe, subject.model))
+        guided_steps = sum(map(guided_by(recipe, subject.model.stage_of), grid[:-1].tolist()))
+        return cls(recipe, subject.title, derived, steps, flops_of_sample(recipe, subject), guided_steps)
 
     def report(self) -> str:
         """The cost of one sample, of an evaluation, and of a step by purpose."""
@@ -169,7 +173,13 @@ class Count:
         validation = recipe.validation
         num_images = 0 if recipe.is_rl else validation.num_images
         replicas = self.derived.num_replicas
-        evaluated = evaluation(recipe, replicas, num_prompts=validation.num_prompts, num_images=num_images)
+        evaluated = evaluation(
+            recipe,
+            replicas,
+            num_prompts=validation.num_prompts,
+            num_images=num_images,
+            guided_steps=self.guided_steps,
+        )
         work = sum(w.total for w in work_of(evaluated, flops).values()) * replicas
         recomputed = f" and {with_prefix(flops.recompute)}FLOP recomputed" if flops.recompute else ""
         lines = [

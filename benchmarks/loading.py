@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.export import write_base, write_small_buckets
+from benchmarks.export import num_parameters, write_base, write_small_buckets
 from benchmarks.processes import run_ranks
 
 PROGRAM = "benchmarks.loading"  # not __name__, which is another when it is run
@@ -148,7 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="wfm-loading-") as name:
         folder = Path(name)
-        parameters = write_base(folder / "base", options.layers)
+        write_base(folder / "base", options.layers)
+        parameters = num_parameters(options.layers)
         for stage in (2, 3):
             write_small_buckets(folder / f"zero{stage}.json", stage)
         rows = [row for case in CASES for row in compared(folder, parameters, *case)]

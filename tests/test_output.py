@@ -143,6 +143,7 @@ def test_micro_batches_decide_which_expert_trains_so_that_their_number_must_stay
         "reward.timeout_s=7",
         "engine.deepspeed=zero3",
         "engine.micro_batch_size=1",
+        "engine.sequence_parallel=2",
     ],
 )
 def test_what_does_not_change_the_training_may_be_changed(recipe, run, change):

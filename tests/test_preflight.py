@@ -76,6 +76,13 @@ def test_report_names_the_derived_numbers(sft):
     assert text.endswith("all checks passed")
 
 
+def test_replicas_must_fit_on_a_node(sft, monkeypatch):
+    monkeypatch.setenv("LOCAL_SIZE", "2")
+    preflight(sft("engine.sequence_parallel=2"), world_size=4)
+    with pytest.raises(RecipeError, match=r"engine\.sequence_parallel 4 does not divide the 2 ranks of a node"):
+        preflight(sft("engine.sequence_parallel=4"), world_size=4)
+
+
 def test_lora_parameters_of_the_report_are_those_that_peft_adds(sft):
     recipe = sft("lora={rank: 4, alpha: 8}")
     model = load_model(recipe, torch.device("cpu"))
@@ -99,6 +106,7 @@ def test_lora_parameters_of_the_report_are_those_that_peft_adds(sft):
         (["rollout.group_size=3"], RecipeError, r"= 2 \* 3 = 6 samples are not divisible by 4 ranks"),
         (["validation.prompts=/nowhere.txt"], DataError, "/nowhere.txt"),
         (["engine.deepspeed=zero9"], RecipeError, "zero9 is none of"),
+        (["engine.sequence_parallel=3"], RecipeError, "engine.sequence_parallel 3 does not divide the 4 ranks"),
         (["engine.deepspeed=zero3_hpz", "lora=null", "rollout.group_size=8"], RecipeError, "hpz"),
     ],
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import Recipe
-from wfm_ds.recipe_algorithms import num_of_share
+from wfm_ds.recipe_algorithms import SftAlgorithm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ def num_replicas(recipe: Recipe, world_size: int, *, ranks_per_node: int | None 
 def derive(recipe: Recipe, world_size: int) -> Derived:
     """Raises RecipeError with the numbers when samples cannot be shared evenly: ranks must do equal work."""
     micro, replicas = recipe.engine.micro_batch_size, num_replicas(recipe, world_size)
-    if recipe.algorithm.name == "sft":
+    if isinstance(recipe.algorithm, SftAlgorithm):
         per_rank = micro * recipe.engine.gradient_accumulation
         return Derived(
             world_size=world_size,
@@ -93,7 +93,7 @@ def derive(recipe: Recipe, world_size: int) -> Derived:
             "engine.micro_batch_size): remove it"
         )
     per_update = samples // (replicas * updates)
-    terms = per_update * num_trained_timesteps(recipe)
+    terms = per_update * recipe.algorithm.num_trained_timesteps(recipe.sampling)
     return Derived(
         world_size=world_size,
         sequence_parallel=recipe.engine.sequence_parallel,
@@ -104,14 +104,3 @@ def derive(recipe: Recipe, world_size: int) -> Derived:
         updates_per_step=updates,
         total_updates=recipe.run.steps * updates,
     )
-
-
-def num_trained_timesteps(recipe: Recipe) -> int:
-    """Timesteps on which each sample of an RL step is trained: those that the recipe names, or its share
-    timestep_fraction of all denoise steps, or of those that are Gaussian draws."""
-    assert recipe.algorithm.name != "sft"
-    if recipe.algorithm.name == "ddrl":
-        return len(recipe.algorithm.train_on)
-    log_probs = recipe.algorithm.name == "flow_grpo"
-    num_steps = recipe.sampling.num_noisy_steps if log_probs else recipe.sampling.steps
-    return num_of_share(num_steps, recipe.algorithm.timestep_fraction)

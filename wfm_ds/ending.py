@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import logging
 import os
@@ -12,10 +13,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from wfm_ds.checkpoint.exporter import Exporter
     from wfm_ds.heartbeat import Heartbeat
+    from wfm_ds.mirror import Mirror
     from wfm_ds.outcome import Outcome
     from wfm_ds.output import Start
     from wfm_ds.rl import RlTrainer
     from wfm_ds.sft import SftTrainer
+    from wfm_ds.stored_run import Copies
     from wfm_ds.world import World
 
 log = logging.getLogger(__name__)
@@ -34,6 +37,13 @@ class Ending:
         self.loop: RlTrainer | SftTrainer | None = None  # once it runs
         self.exporter: Exporter | None = None
         self.heartbeat: Heartbeat | None = None  # of a run of several ranks
+        self.mirror: Mirror | None = None  # rank 0's, of a run that is copied to a storage
+        self.copies: Copies | None = None  # once the run has waited for them
+
+    @property
+    def exit_code(self) -> int:
+        """Of a run that was not ended by an error."""
+        return 0 if self.copies is None or not self.copies.missing else 1
 
     def reached(self, outcome: Outcome) -> None:
         from wfm_ds.lifecycle import write_status
@@ -41,7 +51,8 @@ class Ending:
         if self.world.is_main:
             if self.start is not None:  # not if the run had finished before
                 self._write(outcome.status, outcome.step, outcome.metrics, "")
-            write_status(outcome.status, outcome.step)
+            if self.exit_code == 0:
+                write_status(outcome.status, outcome.step)
         if self.heartbeat is not None:
             self.heartbeat.stop()
 
@@ -72,7 +83,8 @@ class Ending:
         self._record_failure(verdict)
 
     def _record_failure(self, message: str) -> None:
-        from wfm_ds.output import REWARD, clear_run
+        from wfm_ds.output import clear_run
+        from wfm_ds.traces import REWARD
 
         if self.start is None or not self.world.is_main:
             return
@@ -83,6 +95,7 @@ class Ending:
 
     def _write(self, status: str, step: int, metrics: Mapping[str, float], message: str) -> None:
         from wfm_ds.result import write_result
+        from wfm_ds.stored_run import send_result
 
         artifacts = self.exporter.artifacts if self.exporter is not None else {}
         write_result(
@@ -93,4 +106,7 @@ class Ending:
             artifacts=artifacts,
             started=self.started,
             message=message,
+            storage=None if self.copies is None else dataclasses.asdict(self.copies),
         )
+        if self.mirror is not None and self.copies is not None:
+            send_result(self.mirror, self.copies)

@@ -22,9 +22,4 @@ def unread_keys(recipe: Recipe) -> list[str]:
         unread += [("data", "caption_dropout")] if "caption_dropout" not in data else []
     else:
         unread += [("sampling", key) for key in OF_ROLLOUTS]
-    return [f"{section}.{key}" for section, key in unread if _is_set(recipe, section, key)]
-
-
-def _is_set(recipe: Recipe, section: str, key: str) -> bool:
-    values = getattr(recipe, section)
-    return bool(getattr(values, key) != type(values).model_fields[key].default)
+    return [f"{section}.{key}" for section, key in unread if getattr(recipe, section).changed(key)]

@@ -83,14 +83,16 @@ class Sampler:
         *,
         contrast_velocity: Velocity | None = None,
     ) -> Tensor:
-        """`velocity`, guided by the scale away from `contrast` (see unconditional; None: not guided), whose forward may
-        be another one. Gradient flows through the conditional half only."""
+        """`velocity`, guided by the scale of the expert `stage` away from `contrast` (see unconditional; None: not
+        guided), whose forward may be another one; without it where that scale is 1. Gradient flows through the
+        conditional half only."""
         conditional = velocity(latents, sigma, conditioning, stage)
-        if contrast is None:
+        scale = self.settings.guidance_of(stage or 0)
+        if contrast is None or scale == 1:
             return conditional
         with torch.no_grad():
             unconditional = (contrast_velocity or velocity)(latents, sigma, contrast, stage)
-        return self.model.combine_guidance(conditional, unconditional, self.settings.guidance_of(stage or 0))
+        return self.model.combine_guidance(conditional, unconditional, scale)
 
     def conditionings(
         self, prompts: Sequence[Prompt], given: GivenLatents | None = None

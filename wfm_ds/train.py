@@ -136,7 +136,7 @@ def run(recipe: Recipe, stop: StopFlag, *, overwrite: bool) -> int:
         raise
     ending.reached(outcome)
     dist.destroy_process_group()
-    return 0
+    return ending.exit_code
 
 
 def prepare_and_train(
@@ -146,8 +146,9 @@ def prepare_and_train(
     from wfm_ds.derived import num_replicas
     from wfm_ds.logs import setup_logging
     from wfm_ds.outcome import Outcome
-    from wfm_ds.output import clear_run, locked, open_output
+    from wfm_ds.output import locked, open_output
     from wfm_ds.preflight import load_model, preflight
+    from wfm_ds.stored_run import clear, fetched, finish, open_mirror, require_storage, send_rest
     from wfm_ds.world import ranks_per_node
 
     folder = recipe.run.output_dir
@@ -156,20 +157,31 @@ def prepare_and_train(
     start = agreed_start(recipe, world, overwrite=overwrite)
     if start.finished:
         log.info("%s holds this run, finished with step %d: nothing to do", folder, start.step)
+        ending.copies = send_rest(recipe, world)
         return Outcome("finished", start.step)
+    world.checked(lambda: require_storage(recipe), on="main")
     data = world.checked(lambda: preflight(recipe, world.size))
     model = world.checked(lambda: load_model(recipe, world.device))
     drawn = [prompt.text for prompt in (*data.prompts, *data.shown)]
     world.checked(lambda: model.check_prompts(drawn[world.rank :: world.size]))
     with contextlib.ExitStack() as held:
         world.checked(lambda: held.enter_context(locked(folder)), on="main")
-        if overwrite and world.is_main:
-            clear_run(folder)
+        mirror = open_mirror(recipe, world)
+        if overwrite:
+            world.checked(lambda: clear(recipe, mirror), on="main")
+        start = fetched(recipe, world, mirror, start)
         world.checked(lambda: open_output(recipe, start), on="main")
-        ending.start = start
+        ending.start, ending.mirror = start, mirror
         setup_logging(folder, world.rank, console=recipe.logging.console)
         endpoint = held.enter_context(reward_endpoint(recipe, world))
-        return train(recipe, world, stop, model, data, endpoint, ending)
+        try:
+            outcome = train(recipe, world, stop, model, data, endpoint, ending)
+        except (RunError, UserError):  # raised on all ranks alike
+            if ending.loop is not None:
+                ending.copies = finish(recipe, world, mirror)
+            raise
+        ending.copies = finish(recipe, world, mirror)
+        return outcome
 
 
 def agreed_start(recipe: Recipe, world: World, *, overwrite: bool) -> Start:
@@ -207,51 +219,17 @@ def train(
     ending: Ending,
 ) -> Outcome:
     """Wrap the denoiser, run the recipe's loop, evaluate and export. Every rank returns the same outcome."""
-    from wfm_ds.algorithms import build_rl
-    from wfm_ds.caches import drop_idle_encoders, latent_cache, needed_texts, text_cache
     from wfm_ds.checkpoint.checkpoints import Checkpoints
     from wfm_ds.checkpoint.exporter import Exporter
-    from wfm_ds.datasets import log_rejected
-    from wfm_ds.derived import derive
-    from wfm_ds.job import Job, build_engine
-    from wfm_ds.monitor import Monitor
-    from wfm_ds.preflight import engine_policies
+    from wfm_ds.job import open_job
+    from wfm_ds.stored_run import discard_fetched
 
     start = ending.start
     assert start is not None
-    size, derived = recipe.sampling, derive(recipe, world.size)
-    algorithm = None
-    if recipe.is_rl:
-        shape = model.latent_shape(size.height, size.width, size.num_frames)
-        algorithm = build_rl(recipe, model.sigmas(size.steps, shape))
-    engine = world.checked(lambda: build_engine(model, recipe, derived, world, engine_policies(recipe)))
-    texts = world.checked(lambda: text_cache(recipe, model, data))
-    if drop_idle_encoders(model, texts, needed_texts(recipe, model, data)):
-        log.info("all texts are in %s: the text encoders are not kept in memory", recipe.data.cache_dir)
+    algorithm = rl_algorithm(recipe, model)
     with contextlib.ExitStack() as resources:
-        monitor = Monitor(
-            recipe.run.output_dir,
-            is_main=world.is_main,
-            tensorboard=recipe.logging.tensorboard,
-            console=recipe.logging.console,
-            total_steps=recipe.run.steps,
-            unit="videos" if model.video and size.num_frames > 1 else "images",
-            resumed_at=start.step * derived.updates_per_step if start.checkpoint else None,
-        )
-        resources.callback(monitor.close)
-        job = Job(
-            recipe=recipe,
-            derived=derived,
-            world=world,
-            stop=stop,
-            model=model,
-            engine=engine,
-            texts=texts,
-            latents=world.checked(lambda: latent_cache(recipe, model)),
-            monitor=monitor,
-        )
-        if world.is_main:
-            log_rejected(data)
+        job = open_job(recipe, world, stop, model, data, start, resources)
+        job.mirror = ending.mirror
         exporter, checkpoints = Exporter(job), Checkpoints(job)
         loop: RlTrainer | SftTrainer
         if algorithm is not None:
@@ -260,6 +238,8 @@ def train(
             loop = supervision(job, data, exporter, checkpoints, resources)
         if start.checkpoint is not None:
             checkpoints.restore(loop, Path(start.checkpoint))
+            discard_fetched(recipe, world)
+        world.checked(lambda: ending.mirror.start() if ending.mirror is not None else None, on="main")
         ending.loop, ending.exporter = loop, exporter
         try:
             outcome = loop.run()
@@ -271,8 +251,20 @@ def train(
         exporter.at_end(outcome.step)
         # Who asks a run to stop does not wait for an evaluation.
         evaluation = loop.validator.at_end(outcome.step) if outcome.status == "finished" else {}
-        monitor.message(f"{outcome.status} at step {outcome.step}; result in {recipe.run.output_dir / 'result.json'}")
+        job.monitor.message(
+            f"{outcome.status} at step {outcome.step}; result in {recipe.run.output_dir / 'result.json'}"
+        )
     return dataclasses.replace(outcome, metrics={**outcome.metrics, **evaluation})
+
+
+def rl_algorithm(recipe: Recipe, model: DiffusionModel) -> RlAlgorithm | None:
+    """On the model's own grid of noise levels; None for SFT."""
+    from wfm_ds.algorithms import build_rl
+
+    size = recipe.sampling
+    if not recipe.is_rl:
+        return None
+    return build_rl(recipe, model.sigmas(size.steps, model.latent_shape(size.height, size.width, size.num_frames)))
 
 
 def supervision(

@@ -12,6 +12,8 @@ import datetime
 import json
 import os
 from collections.abc import Callable, Mapping
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 COLLECTIVE_TIMEOUT_S = 1800.0
+PATIENCE_S = 10.0  # between two signs of life of a rank that the others wait for
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class World:
     local_rank: int
     device: torch.device
     host_group: ProcessGroup | None  # None: the default group
+    timeout_s: float = COLLECTIVE_TIMEOUT_S  # of a collective
     replica: Replica | None = None  # None: each rank is one
 
     @classmethod
@@ -75,9 +79,9 @@ class World:
             backend = "nccl" if device.type == "cuda" else "gloo"
             deepspeed.init_distributed(dist_backend=backend, timeout=timeout, auto_mpi_discovery=False, verbose=False)
         host_group = None if device.type == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
-        return cls(dist.get_rank(), dist.get_world_size(), local_rank, device, host_group)
+        return cls(dist.get_rank(), dist.get_world_size(), local_rank, device, host_group, timeout_s)
 
-    def in_replicas(self, sp_size: int, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> World:
+    def in_replicas(self, sp_size: int) -> World:
         """This world with ranks [i * sp_size, (i + 1) * sp_size) as replica i; collective. Raises UserError unless
         sp_size divides `size`."""
         import torch.distributed as dist
@@ -86,7 +90,7 @@ class World:
 
         if sp_size == 1:
             return replace(self, replica=None)
-        timeout, host_group = datetime.timedelta(seconds=timeout_s), None
+        timeout, host_group = datetime.timedelta(seconds=self.timeout_s), None
         group = sequence_group(sp_size, timeout)
         if self.device.type != "cpu":
             host_group = sequence_group(sp_size, timeout, backend="gloo")
@@ -210,6 +214,15 @@ class World:
         group = self.host_group if self.replica is None else self.replica.leaders
         dist.gather(mine, arrays or None, dst=0, group=group)
         return [a.numpy() for a in arrays]
+
+    def patiently(self, work: Callable[[], Any]) -> Any:
+        """Run `work` on rank 0, while the others wait as long as it takes, beyond the limit of one collective: JSON
+        that it returned there, None on the others. A UserError is raised on all ranks."""
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(work) if self.is_main else None
+            while self.any(running is not None and not futures.wait([running], PATIENCE_S).done):
+                pass
+            return self.checked(running.result if running is not None else lambda: None, on="main")
 
     def barrier(self) -> None:
         import torch.distributed as dist

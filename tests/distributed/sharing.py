@@ -196,31 +196,47 @@ def built(case, *, heads=5, lora=False, checkpointing=False, seed=0):
     return transformer
 
 
-def run(transformer, case, sizes, seed=1):
-    """Outputs, and the gradient of a random sum of them, after the forwards of all sizes: the way of a backward pass
-    that comes after a forward of another shape."""
+def rows(argument, count):
+    """The first rows of a batch, or of each batch in a tuple."""
+    return tuple(part[:count] for part in argument) if isinstance(argument, tuple) else argument[:count]
+
+
+def forwards(transformer, case, sizes, batch=2, seed=1):
+    """Outputs of all sizes, and a random sum of them."""
     draw = torch.Generator().manual_seed(seed)
     outputs, loss = [], torch.zeros(())
     for size in sizes:
-        outputs.append(transformer(**case.inputs(draw, *size), return_dict=False)[0])
+        inputs = {name: rows(argument, batch) for name, argument in case.inputs(draw, *size).items()}
+        outputs.append(transformer(**inputs, return_dict=False)[0])
         loss = loss + (outputs[-1] * torch.randn(outputs[-1].shape, generator=draw)).sum()
+    return outputs, loss
+
+
+def run(transformer, case, sizes, batch=2):
+    """Outputs and gradients by parameter. The backward pass comes after the forwards of all sizes, so that blocks which
+    are recomputed find that others came between."""
+    outputs, loss = forwards(transformer, case, sizes, batch)
     loss.backward()
     gradients = {name: p.grad for name, p in transformer.named_parameters() if p.grad is not None}
     return [output.detach() for output in outputs], gradients
 
 
-def errors(name, sizes, group=None, **options):
-    """What sharing changes: the largest absolute error of outputs, the largest error of a parameter's gradient over
-    that gradient's own maximum."""
-    case, group = CASES[name], group or dist.group.WORLD
+def errors(name, sizes, batch=2, **options):
+    """What sharing among all ranks changes."""
+    case = CASES[name]
     whole = built(case, **options)
     shared = copy.deepcopy(whole)
-    install(shared, group)
-    want, want_gradients = run(whole, case, sizes)
-    outputs, gradients = run(shared, case, sizes)
+    install(shared, dist.group.WORLD)
+    return difference(run(shared, case, sizes, batch), run(whole, case, sizes, batch))
+
+
+def difference(shared, whole):
+    """Of two answers of `run`, the first of which has this rank's summands of gradients: the largest absolute error of
+    outputs, the largest error of a parameter's gradient over that gradient's own maximum."""
+    (outputs, gradients), (want, want_gradients) = shared, whole
     assert gradients.keys() == want_gradients.keys()
     for gradient in gradients.values():
-        dist.all_reduce(gradient, group=group)
+        dist.all_reduce(gradient)
     largest = max(float(gradient.abs().max()) for gradient in want_gradients.values())
     relative = {
         parameter: float((gradients[parameter] - gradient).abs().max() / gradient.abs().max())

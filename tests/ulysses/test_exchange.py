@@ -1,4 +1,4 @@
-"""Who gets how much; the exchanges themselves need ranks (distributed/test_ulysses.py)."""
+"""Who gets how much; the exchanges themselves need ranks (distributed/test_exchange.py)."""
 
 import hypothesis.strategies as st
 import pytest
@@ -18,6 +18,6 @@ def test_shares_are_all_of_it_and_differ_by_one_at_most(num_ranks, extra):
 
 
 def test_a_rank_without_a_share_is_an_error_that_says_what_fits():
-    message = "4 ranks cannot share 3 latent frames: lower engine.sequence_parallel to at most 3"
+    message = r"engine\.sequence_parallel = 4 exceeds the number of latent frames, 3; set it to 3 or less"
     with pytest.raises(UserError, match=message):
         shares(3, 4, "latent frames")

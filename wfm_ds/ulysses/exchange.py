@@ -26,7 +26,7 @@ def shares(count: int, num_ranks: int, what: str) -> list[int]:
     """
     if count < num_ranks:
         raise UserError(
-            f"{num_ranks} ranks cannot share {count} {what}: lower engine.sequence_parallel to at most {count}"
+            f"engine.sequence_parallel = {num_ranks} exceeds the number of {what}, {count}; set it to {count} or less"
         )
     return [count // num_ranks + (rank < count % num_ranks) for rank in range(num_ranks)]
 
@@ -45,7 +45,8 @@ def exchange(
     """One all-to-all for several tensors of one shape and dtype. Knows no gradient: `reshard` does.
 
     Of each tensor, piece j of the lengths `cut` along cut_dim goes to rank j. What comes, join[j] long along join_dim
-    from rank j, is joined there. All ranks pass the same lengths, and join[rank] is this rank's length along join_dim.
+    from rank j, is joined there. What a rank cuts for another is what that one expects of it, and either all ranks pass
+    equal lengths or none does.
     """
     if len(set(cut)) == len(set(join)) == 1:
         return exchange_equal(tensors, cut_dim, join_dim, group)
