@@ -143,7 +143,7 @@ def _fetch_files(address: str, sizes: Mapping[str, int], folder: Path) -> None:
 def _inside(folder: Path, name: str, address: str) -> Path:
     file = folder / name
     if not file.resolve().is_relative_to(folder.resolve()):
-        raise StorageError(f"{address} has {name}, which leads out of its folder: it is of nobody that can be trusted")
+        raise StorageError(f"{address} has {name}, which leads out of its folder: no run wrote that")
     return file
 
 
