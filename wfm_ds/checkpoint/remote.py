@@ -101,6 +101,9 @@ def fetch(found: RemoteCheckpoint, folder: Path, *, moved: Moved = ignore) -> Ch
             shutil.rmtree(folder)
         making.rename(folder)
         atomic.sync(folder.parent)
+    except StorageError:
+        shutil.rmtree(making, ignore_errors=True)
+        raise
     except OSError as error:
         shutil.rmtree(making, ignore_errors=True)
         raise StorageError(f"{found.path} could not be copied to {folder} ({error}): free space there") from error
