@@ -64,7 +64,7 @@ def test_sequence_parallelism_divides_the_ranks_and_stays_on_a_node():
     ):
         num_replicas(recipe, 6)
     with pytest.raises(
-        RecipeError, match="does not divide the 2 ranks of a node: .* or a multiple of 4 ranks of a nod"
+        RecipeError, match=r"does not divide the 2 ranks of a node: .* or a multiple of 4 ranks of a nod"
     ):
         num_replicas(recipe, 16, ranks_per_node=2)
     with pytest.raises(RecipeError, match="does not divide the 2 ranks"):

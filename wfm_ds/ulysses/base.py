@@ -60,9 +60,11 @@ class SharedTokens(ABC):
         """This rank's share of the patch embedding's output, [B,S,C] unless a family says otherwise."""
         return self.own(embedded, 1)
 
-    def own(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's share of all tokens, in memory of its own: a view would keep the whole."""
-        return own(x, dim, self.lengths, self.group).clone(memory_format=torch.contiguous_format)
+    def own(self, x: Tensor, dim: int, lengths: Sequence[int] | None = None) -> Tensor:
+        """This rank's share of all tokens (or of what has these lengths), in memory of its own: a view would keep the
+        whole."""
+        share = own(x, dim, self.lengths if lengths is None else lengths, self.group)
+        return share.clone(memory_format=torch.contiguous_format)
 
     def require_heads(self) -> None:
         shares(self.config.num_attention_heads, self.num_ranks, f"attention heads of {self.transformer.__name__}")

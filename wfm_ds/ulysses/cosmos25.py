@@ -16,7 +16,7 @@ from diffusers.models.transformers.transformer_cosmos import CosmosAttnProcessor
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from wfm_ds.ulysses.attention import attend, rotated
+from wfm_ds.ulysses.attention import attend, projected_out, rotated
 from wfm_ds.ulysses.base import SharedTokens, patches
 from wfm_ds.ulysses.exchange import own, shares
 
@@ -95,6 +95,4 @@ class SelfAttention:
         query = rotated(attn.norm_q(query), tables, "halves")
         key = rotated(attn.norm_k(key), tables, "halves")
         attended = attend(query, key, value, lengths, self.group, self._attention_backend)
-        projection, dropout = attn.to_out
-        made: Tensor = dropout(projection(attended.flatten(2)))
-        return made
+        return projected_out(attn, attended.flatten(2))

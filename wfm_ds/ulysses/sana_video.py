@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from wfm_ds.ulysses.attention import rotated
+from wfm_ds.ulysses.attention import projected_out, rotated
 from wfm_ds.ulysses.base import SharedTokens, patches
 from wfm_ds.ulysses.exchange import own, shares, sum_over_ranks
 from wfm_ds.ulysses.hooks import change_arguments, trade_lines
@@ -94,6 +94,4 @@ class LinearAttention:
         total, norm = state.split_with_sizes([value.shape[-1], 1], -1)
         inverse = 1 / (query.transpose(1, 2) @ norm.to(query.dtype) + EPS)  # [B,H,n,1]
         attended = (turned_query @ total * inverse).transpose(1, 2).flatten(2)
-        projection, dropout = attn.to_out
-        made: Tensor = dropout(projection(attended.to(hidden_states.dtype)))
-        return made
+        return projected_out(attn, attended.to(hidden_states.dtype))

@@ -15,7 +15,7 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from wfm_ds.ulysses.attention import attend, rotated
+from wfm_ds.ulysses.attention import attend, projected_out, rotated
 from wfm_ds.ulysses.base import SharedTokens, patches
 from wfm_ds.ulysses.exchange import own, shares
 
@@ -72,6 +72,4 @@ class SelfAttention:
         )
         query, key = rotated(query, tables, "neighbours"), rotated(key, tables, "neighbours")
         attended = attend(query, key, value, lengths, self.group, self._attention_backend)
-        projection, dropout = attn.to_out
-        made: Tensor = dropout(projection(attended.flatten(2)))
-        return made
+        return projected_out(attn, attended.flatten(2))
