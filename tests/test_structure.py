@@ -40,8 +40,18 @@ MAY_IMPORT = {
         "wfm_kernels",
     ),
     "wfm_ds.models": ("wfm_ds.types", "wfm_ds.tensor_store"),
+    "wfm_ds.ulysses": (),
     "wfm_ds.data": ("wfm_ds.types", "wfm_ds.atomic", "wfm_ds.storage"),
-    "wfm_ds.engine": ("wfm_ds.policy", "wfm_ds.guard", "wfm_ds.ds_config", "wfm_ds.recipe", "wfm_ds.world"),
+    "wfm_ds.engine": (
+        "wfm_ds.policy",
+        "wfm_ds.guard",
+        "wfm_ds.moves",
+        "wfm_ds.placement",
+        "wfm_ds.ds_config",
+        "wfm_ds.recipe",
+        "wfm_ds.ulysses",
+        "wfm_ds.world",
+    ),
     "wfm_reward": ("wfm_ds.pipes", "wfm_ds.types", "wfm_ds.chunks"),
 }
 MAY_UNPICKLE = {"wfm_ds.data.embeddings"}  # arrays alone, through an unpickler that refuses every other name
@@ -54,6 +64,7 @@ FOREIGN_FORBIDDEN = {
     "wfm_ds.sampling": {"deepspeed", "zmq", "diffusers"},
     "wfm_ds.algorithms": {"deepspeed", "zmq", "diffusers"},
     "wfm_ds.models": {"deepspeed", "zmq"},
+    "wfm_ds.ulysses": {"deepspeed", "zmq", "peft"},
     "wfm_ds.data": {"torch", "deepspeed", "zmq"},
     "wfm_reward": {"torch", "deepspeed", "diffusers"},
 }
@@ -136,7 +147,7 @@ def test_package_stays_free_of_heavy_libraries(package):
     assert wrong == []
 
 
-@pytest.mark.parametrize("loop", ["sft", "rl", "validation", "job", "rollout.colocated"])
+@pytest.mark.parametrize("loop", ["sft", "rl", "validation", "job", "derived", "rollout.colocated"])
 def test_loops_name_no_algorithm_and_no_family(loop):
     text = SOURCES[f"wfm_ds.{loop}"].read_text()
     assert not re.search(r"if .*(\.name ==|isinstance\(.*model)|diffusion_nft|stable.?diffusion", text, re.IGNORECASE)
@@ -247,12 +258,18 @@ RUN_BY = {
     "wfm_ds.models.tiny.wan22": "models/tiny/test_tiny.py",
     "wfm_ds.models.tiny.wan22_ti2v": "models/tiny/test_tiny.py",
     "wfm_ds.outcome": "distributed/test_runs.py",
+    "wfm_ds.placement": "distributed/test_placement.py",
     "wfm_ds.quickstart": "end_to_end/test_quickstart.py",
     "wfm_ds.recipe_data": "test_recipe_file.py",
     "wfm_ds.recipe_section": "test_recipe_file.py",
+    "wfm_ds.replica_data": "distributed/test_sequence_parallel_runs.py",
     "wfm_ds.rl": "distributed/test_runs.py",
     "wfm_ds.rollout.groups": "distributed/test_runs.py",
+    "wfm_ds.traces": "test_stored_run.py",
     "wfm_ds.sampling.shapes": "algorithms/test_diffusion_nft.py",
+    "wfm_ds.ulysses.attention": "distributed/test_ulysses.py",
+    "wfm_ds.ulysses.base": "distributed/test_ulysses.py",
+    "wfm_ds.ulysses.sd3": "distributed/test_ulysses.py",
     "wfm_ds.validation": "distributed/test_runs.py",
     "wfm_kernels.checks": "kernels/test_sde_step.py",
     "wfm_kernels.coefficients": "kernels/test_coefficients.py",

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from distributed.resuming import records, train_on_rank
-from distributed.same_runs import assert_same_runs
+from distributed.same_runs import assert_same_runs, exported
 
 pytestmark = pytest.mark.slow
 
@@ -41,13 +40,6 @@ def train(tiny_pipelines, digits, tmp_path):
         return tmp_path / name
 
     return run
-
-
-def exported(folder):
-    """Every tensor of the denoiser in the last export, by file and name."""
-    last = folder / "safetensors" / f"step_{STEPS}"
-    files = [f for f in last.rglob("*.safetensors") if f.parent.name.startswith(("lora", "transformer"))]
-    return {f"{f.relative_to(last)} {name}": tensor for f in files for name, tensor in load_file(f).items()}
 
 
 def moved(folder, kind):

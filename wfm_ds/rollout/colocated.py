@@ -59,10 +59,10 @@ def step_members(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRollouts:
-    """The samples of one RL step: this rank's own, and who is in which group on all ranks."""
+    """The samples of one RL step: those of this rank's replica, and who is in which group on all ranks."""
 
     members: Sequence[Member]  # of all ranks
-    mine: Sequence[Rollout]  # equally many on every rank, a contiguous part of members
+    mine: Sequence[Rollout]  # equally many on every replica, a contiguous part of members
     first: int  # index of mine[0] among members
     broken: Scores  # named failures of this rank's samples whose latents are not finite
 
@@ -86,7 +86,7 @@ class ColocatedSource:
             same_noise=job.recipe.sampling.same_noise,
         )
         count = job.derived.samples_per_rank
-        first = job.world.rank * count
+        first = job.world.dp_rank * count
         plan = self.algorithm.plan(step)
         rollouts: list[Rollout] = []
         broken: Scores = {}
@@ -99,6 +99,7 @@ class ColocatedSource:
                     purpose="rollout",
                     seeds=[m.seed for m in part],
                     given=given_latents([m.group for m in part]),
+                    shape=None if part[0].group.data is None else part[0].group.data.shape,  # one in an RL step
                 )
                 with job.timer("decode"):
                     ids = [m.sample_id for m in part]
