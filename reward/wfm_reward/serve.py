@@ -70,6 +70,7 @@ class Service:
         self.stop_on_eof = stop_on_eof
         self._selector = selectors.DefaultSelector()
         self._signals: Mailbox[int] = Mailbox()
+        self._stalled: Mailbox[str] = Mailbox()  # workers
         self._stop: str | None = None  # why
         self._drain_s = 0.0
         self._folder = config.pipes.folder or private_folder()
@@ -87,6 +88,7 @@ class Service:
     def run(self) -> int:
         """Serve until asked to stop. Raises RewardError if a reward cannot start."""
         self._selector.register(self._signals, selectors.EVENT_READ, self._on_signals)
+        self._selector.register(self._stalled, selectors.EVENT_READ, self._on_stalled)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
             signal.signal(number, self._put_signal)
         if self.stop_on_eof:
@@ -135,6 +137,7 @@ class Service:
             max_bytes=pipes.spool_mib * 2**20,
             observer=self._stats.observe,
             keys=self._keys,
+            on_stall=self._stalled.put,
         )
 
     def _http_port(self, base: Path) -> HttpPort:
@@ -170,6 +173,10 @@ class Service:
                 # While draining nobody reads the mailbox: the next signal acts by itself.
                 for again in (signal.SIGTERM, signal.SIGINT):
                     signal.signal(again, self._leave_at_once)
+
+    def _on_stalled(self) -> None:
+        for worker in self._stalled.take():
+            self._scorers.stalled(worker, time.monotonic())
 
     def _on_stdin(self) -> None:
         if not os.read(0, 4096):

@@ -77,15 +77,16 @@ class Hub:
         max_bytes: int = 2**32,
         observer: Callable[[Ended], None] = ignore,
         keys: HubKeys | None = None,
+        on_stall: Callable[[str], None] = lambda worker: None,
     ) -> None:
         """Endpoints may end in port 0 or *. `observer` is called in the hub's thread with every task that ends: it must
-        be quick, and not raise. With `keys` clients must have one that they allow. Raises PipeError if an endpoint
-        cannot be bound."""
+        be quick, and not raise. `on_stall` likewise, with the id of a worker that seems to hang. With `keys` clients
+        must have one that they allow. Raises PipeError if an endpoint cannot be bound."""
         self.id = uuid.uuid4().hex
         self.kinds = dict(kinds)
         self.rejected: Counter[str] = Counter()
         self.error: Exception | None = None
-        self._observer = observer
+        self._observer, self._on_stall = observer, on_stall
         self._ledger = Ledger(
             {name: kind.stall_s for name, kind in kinds.items()},
             max_waiting=max_waiting,
@@ -195,6 +196,7 @@ class Hub:
         self._receive(self._clients, CLIENT_TO_HUB, self._from_client, now_s)
         for worker, task_id in self._ledger.expire(now_s):
             log.warning("task %s stalled in worker %s", task_id, worker)
+            self._on_stall(worker)
             self._to_worker(worker, "cancel", {"ids": [task_id], "why": "stalled"})
         for owner in [o for o, client in self._attached.items() if now_s - client.seen_at_s > SILENT_CLIENT_S]:
             self._forget(owner)
