@@ -52,9 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         assert child.stdout is not None
         port, endpoint = child.stdout.readline().split()
-        rows = [
-            row for transport in ("ipc", "tcp") for row in _measured(transport, str(folder), endpoint, port, options)
-        ]
+        places = {"ipc": [f"ipc://{folder}/{name}" for name in ("raw", "ours")], "tcp": endpoint.split(",")}
+        rows = [row for name, at in places.items() for row in _measured(name, at, port, options)]
     finally:
         child.kill()
         child.wait()
@@ -67,12 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measured(
-    transport: str, folder: str, endpoint: str, port: str, options: argparse.Namespace
-) -> list[dict[str, Any]]:
-    raw_at, ours_at = (f"ipc://{folder}/{name}" for name in ("raw", "ours"))
-    if transport == "tcp":
-        raw_at, ours_at = endpoint.split(",")
+def _measured(transport: str, at: Sequence[str], port: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     context: zmq.Context[Any] = zmq.Context()
     rows = []
     for mib in options.mib:
