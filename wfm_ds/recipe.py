@@ -192,6 +192,9 @@ class RewardRecipe(Section):
     """Start the reward service for this run. Must be false when `endpoint` is set."""
     endpoint: str | None = None
     """A running service: the path of its pipes.json, or an `ipc://` or `tcp://` address."""
+    keys: UserPath | None = None
+    """With `endpoint`: the folder of this run's key and of the service's public one (docs/rewards.md). A service on
+    another machine needs them."""
     timeout_s: PositiveFloat = 120.0
     """A sample without a score after this long counts as failed."""
     max_failed_fraction: Fraction = 0.2
@@ -205,6 +208,8 @@ class RewardRecipe(Section):
     def _one_source(self) -> RewardRecipe:
         if self.spawn == (self.endpoint is not None):
             raise ValueError("set either spawn: true, or endpoint together with spawn: false")
+        if self.keys is not None and self.endpoint is None:
+            raise ValueError("keys are for a service of its own: set endpoint and spawn: false, or leave keys out")
         if not self.spawn:  # a service that runs already has settings of its own
             for function in self.functions:
                 function.require_default("workers", "max_batch", unless="reward.spawn: true")
