@@ -156,7 +156,8 @@ def prepare_and_train(
     world = world.in_replicas(recipe.engine.sequence_parallel)
     start = agreed_start(recipe, world, overwrite=overwrite)
     if start.finished:
-        log.info("%s holds this run, finished with step %d: nothing to do", folder, start.step)
+        where = folder if folder.exists() or recipe.checkpoint.storage is None else recipe.checkpoint.storage
+        log.info("%s holds this run, finished with step %d: nothing to do", where, start.step)
         ending.copies = send_rest(recipe, world)
         return Outcome("finished", start.step)
     world.checked(lambda: require_storage(recipe), on="main")
