@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -26,8 +24,9 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.export import num_parameters, write_base, write_small_buckets
-from wfm_ds.world import free_port
+from benchmarks.processes import run_ranks
 
+PROGRAM = "benchmarks.loading"  # not __name__, which is another when it is run
 RANKS = 2
 MIB = 2**20
 SAMPLE_S = 0.005
@@ -116,24 +115,9 @@ def measure(folder: Path, way: str, zero: str, what: str) -> dict[str, Any]:
     return {"own MiB": peak.own_mib, "file MiB": peak.file_mib, "velocity": velocity.float().flatten().tolist()}
 
 
-def both_ranks(folder: Path, way: str, zero: str, what: str) -> list[dict[str, Any]]:
-    """What the two ranks measured, each in a new process."""
-    everyone = {"WORLD_SIZE": str(RANKS), "LOCAL_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1"}
-    port, processes, files = str(free_port()), [], []
-    for rank in range(RANKS):
-        file = folder / f"measured_{rank}.json"
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port, "DS_ACCELERATOR": "cpu"}
-        command = [sys.executable, "-m", "benchmarks.loading", "--rank", str(file), way, zero, what]
-        processes.append(subprocess.Popen(command, env={**os.environ, **everyone, **own}, stdout=sys.stderr))
-        files.append(file)
-    if any([process.wait() for process in processes]):  # of all of them, not up to the first that failed
-        raise SystemExit("a rank failed")
-    return [json.loads(file.read_text()) for file in files]
-
-
 def compared(folder: Path, parameters: int, zero: str, what: str) -> list[dict[str, Any]]:
     """A row for each way; SystemExit if the first forwards differ."""
-    found = {way: both_ranks(folder, way, zero, what) for way in WAYS}
+    found = {way: run_ranks(PROGRAM, [way, zero, what], RANKS, folder) for way in WAYS}
     velocities = [rank["velocity"] for ranks in found.values() for rank in ranks]
     if any(velocity != velocities[0] for velocity in velocities):
         raise SystemExit("the first forwards differ: nothing is reported")

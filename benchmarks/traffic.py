@@ -1,7 +1,7 @@
 """What a block of code sends to other ranks, counted call by call on this rank: no timing, nothing estimated.
 
-Every collective of torch.distributed reaches torch's dispatcher as an operator of the namespace c10d, whoever called
-it; DeepSpeed's run on the thread that trains, also those of its backward hooks.
+Every collective of torch.distributed reaches the dispatcher as an operator of the namespace c10d, whoever called it;
+DeepSpeed's run on the thread that trains, also those of its backward hooks.
 """
 
 from __future__ import annotations

@@ -36,9 +36,14 @@ class Ending:
         self.start: Start | None = None  # once the folder is ours
         self.loop: RlTrainer | SftTrainer | None = None  # once it runs
         self.exporter: Exporter | None = None
-        self.mirror: Mirror | None = None
-        self.copies: Copies | None = None  # once the run has waited for them
         self.heartbeat: Heartbeat | None = None  # of a run of several ranks
+        self.mirror: Mirror | None = None  # rank 0's, of a run that is copied to a storage
+        self.copies: Copies | None = None  # once the run has waited for them
+
+    @property
+    def exit_code(self) -> int:
+        """Of a run that was not ended by an error."""
+        return 0 if self.copies is None or not self.copies.missing else 1
 
     def reached(self, outcome: Outcome) -> None:
         from wfm_ds.lifecycle import write_status
@@ -46,7 +51,7 @@ class Ending:
         if self.world.is_main:
             if self.start is not None:  # not if the run had finished before
                 self._write(outcome.status, outcome.step, outcome.metrics, "")
-            if self.copies is None or not self.copies.missing:
+            if self.exit_code == 0:
                 write_status(outcome.status, outcome.step)
         if self.heartbeat is not None:
             self.heartbeat.stop()

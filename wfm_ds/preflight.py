@@ -22,6 +22,7 @@ from wfm_ds.recipe import Recipe, RewardFunction
 from wfm_ds.recipe_algorithms import DdrlAlgorithm, SftAlgorithm
 from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.types import Prompt
+from wfm_ds.ulysses.install import check as check_shareable
 from wfm_ds.world import ranks_per_node
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ def check_needs(function: RewardFunction, prompts: Sequence[Prompt], *, local: b
 def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
     """The recipe's pipeline, its denoiser as it is stored until the engine places it, or re-initialised when the recipe
     trains from scratch. Raises ModelError when it cannot be loaded, RecipeError when the recipe's size does not fit the
-    family."""
+    family, UserError when its tokens cannot be shared as the recipe says."""
     settings, size = recipe.model, recipe.sampling
     model = registry.load(
         settings.path,
@@ -97,6 +98,8 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
     if isinstance(recipe.algorithm, DdrlAlgorithm):
         check_given_frames(recipe.algorithm, model, shape)
         check_data_levels(recipe.algorithm, model)
+    if recipe.engine.sequence_parallel > 1:
+        check_shareable(model.denoiser, recipe.engine.sequence_parallel)
     if recipe.lora is not None:
         targets = recipe.lora.target_modules or model.default_lora_targets
         if lora_parameters(model.denoiser, targets, recipe.lora.rank) == 0:

@@ -49,7 +49,7 @@ class DataRecipe(Section):
     cache_dir: UserPath | None = None
     """A folder for what is computed once for all runs: text embeddings, latents, indices of tar shards. Unset: none."""
     cache_latents: bool = False
-    """SFT: keep the latents of all training media in cache_dir. Needs the same pixels in every epoch: clip and crop
+    """Keep the latents of all training media in cache_dir. Needs the same pixels in every epoch: clip and crop
     `centre`."""
 
     @property

@@ -136,7 +136,7 @@ def run(recipe: Recipe, stop: StopFlag, *, overwrite: bool) -> int:
         raise
     ending.reached(outcome)
     dist.destroy_process_group()
-    return 0 if ending.copies is None or not ending.copies.missing else 1
+    return ending.exit_code
 
 
 def prepare_and_train(

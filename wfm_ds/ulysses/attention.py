@@ -42,3 +42,10 @@ def rotated(x_BnHD: Tensor, tables_nD: Sequence[Tensor], pairs: Pairs) -> Tensor
     unbind_dim = {"neighbours": -1, "halves": -2}[pairs]
     turned: Tensor = apply_rotary_emb(x_BnHD, (cos, sin), use_real=True, use_real_unbind_dim=unbind_dim, sequence_dim=1)
     return turned
+
+
+def projected_out(attn: Any, attended_BnC: Tensor) -> Tensor:
+    """The last layers of a diffusers attention."""
+    projection, dropout = attn.to_out
+    made: Tensor = dropout(projection(attended_BnC))
+    return made

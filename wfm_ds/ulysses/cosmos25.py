@@ -16,7 +16,7 @@ from diffusers.models.transformers.transformer_cosmos import CosmosAttnProcessor
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from wfm_ds.ulysses.attention import attend, rotated
+from wfm_ds.ulysses.attention import attend, projected_out, rotated
 from wfm_ds.ulysses.base import SharedTokens, patches
 from wfm_ds.ulysses.exchange import own, shares
 
@@ -27,7 +27,6 @@ class Cosmos25(SharedTokens):
     refused: ClassVar = {"block_controlnet_hidden_states": "ControlNet residuals"}
 
     def share_blocks(self, transformer: Any) -> None:
-        self.require_heads()
         self.frames: tuple[int, int] | None = None  # videos and frames, if each frame has a time
         attentions = [block.attn1 for block in transformer.transformer_blocks]
         for attention in attentions:
@@ -95,6 +94,4 @@ class SelfAttention:
         query = rotated(attn.norm_q(query), tables, "halves")
         key = rotated(attn.norm_k(key), tables, "halves")
         attended = attend(query, key, value, lengths, self.group, self._attention_backend)
-        projection, dropout = attn.to_out
-        made: Tensor = dropout(projection(attended.flatten(2)))
-        return made
+        return projected_out(attn, attended.flatten(2))

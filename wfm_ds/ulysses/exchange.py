@@ -45,7 +45,8 @@ def exchange(
     """One all-to-all for several tensors of one shape and dtype. Knows no gradient: `reshard` does.
 
     Of each tensor, piece j of the lengths `cut` along cut_dim goes to rank j. What comes, join[j] long along join_dim
-    from rank j, is joined there. All ranks pass the same lengths, and join[rank] is this rank's length along join_dim.
+    from rank j, is joined there. What a rank cuts for another is what that one expects of it, and either all ranks pass
+    equal lengths or none does.
     """
     if len(set(cut)) == len(set(join)) == 1:
         return exchange_equal(tensors, cut_dim, join_dim, group)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
+from wfm_ds.ulysses.attention import projected_out
 from wfm_ds.ulysses.base import SharedTokens, patches
 from wfm_ds.ulysses.exchange import shares, sum_over_ranks
 from wfm_ds.ulysses.hooks import change_arguments, trade_lines
@@ -25,6 +26,7 @@ EPS = 1e-15  # of the stock processors
 class Sana(SharedTokens):
     transformer = SanaTransformer2DModel
     patch_embedding = "patch_embed"
+    exchanges_heads = False
     refused: ClassVar[Mapping[str, str]] = {
         "attention_mask": "masks of self-attention",
         "controlnet_block_samples": "ControlNet residuals",
@@ -73,6 +75,4 @@ class LinearAttention:
         state = sum_over_ranks(functional.relu(key).transpose(2, 3) @ with_one, self.group)  # [B,H,D,D+1]
         numerator, denominator = (functional.relu(query) @ state).split_with_sizes([value.shape[-1], 1], -1)
         attended = (numerator / (denominator + EPS)).transpose(1, 2).flatten(2)
-        projection, dropout = attn.to_out
-        made: Tensor = dropout(projection(attended.to(hidden_states.dtype)))
-        return made
+        return projected_out(attn, attended.to(hidden_states.dtype))

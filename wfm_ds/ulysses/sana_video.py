@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from wfm_ds.ulysses.attention import rotated
+from wfm_ds.ulysses.attention import projected_out, rotated
 from wfm_ds.ulysses.base import SharedTokens, patches
 from wfm_ds.ulysses.exchange import own, shares, sum_over_ranks
 from wfm_ds.ulysses.hooks import change_arguments, trade_lines
@@ -27,6 +27,7 @@ from wfm_ds.ulysses.sana import EPS
 class SanaVideo(SharedTokens):
     transformer = SanaVideoTransformer3DModel
     patch_embedding = "patch_embedding"
+    exchanges_heads = False
     refused: ClassVar[Mapping[str, str]] = {
         "attention_mask": "masks of self-attention",
         "controlnet_block_samples": "ControlNet residuals",
@@ -94,6 +95,4 @@ class LinearAttention:
         total, norm = state.split_with_sizes([value.shape[-1], 1], -1)
         inverse = 1 / (query.transpose(1, 2) @ norm.to(query.dtype) + EPS)  # [B,H,n,1]
         attended = (turned_query @ total * inverse).transpose(1, 2).flatten(2)
-        projection, dropout = attn.to_out
-        made: Tensor = dropout(projection(attended.to(hidden_states.dtype)))
-        return made
+        return projected_out(attn, attended.to(hidden_states.dtype))

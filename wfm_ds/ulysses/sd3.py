@@ -16,9 +16,9 @@ from diffusers.models.attention_processor import JointAttnProcessor2_0
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from wfm_ds.ulysses.attention import attend
-from wfm_ds.ulysses.base import SharedTokens
-from wfm_ds.ulysses.exchange import own, shares
+from wfm_ds.ulysses.attention import attend, projected_out
+from wfm_ds.ulysses.base import SharedTokens, patches
+from wfm_ds.ulysses.exchange import shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,6 @@ class SD3(SharedTokens):
     refused: ClassVar = {"block_controlnet_hidden_states": "ControlNet residuals"}
 
     def share_blocks(self, transformer: Any) -> None:
-        self.require_heads()
         self.text_lengths: list[int] = []
         attentions = [
             attention
@@ -54,7 +53,7 @@ class SD3(SharedTokens):
         transformer.context_embedder.register_forward_hook(self._split_text)
 
     def token_shares(self, arguments: dict[str, Any]) -> list[int]:
-        height, width = (n // self.config.patch_size for n in arguments["hidden_states"].shape[-2:])
+        height, width = patches(arguments["hidden_states"], [self.config.patch_size] * 2)
         image = shares(height * width, self.num_ranks, "image tokens")
         self.text_lengths = shares(arguments["encoder_hidden_states"].shape[1], self.num_ranks, "text tokens")
         given = arguments.get("joint_attention_kwargs") or {}
@@ -62,7 +61,7 @@ class SD3(SharedTokens):
         return image
 
     def _split_text(self, _: nn.Module, args: Any, embedded: Tensor) -> Tensor:
-        return own(embedded, 1, self.text_lengths, self.group).contiguous()
+        return self.own(embedded, 1, self.text_lengths)
 
 
 class JointAttention:
@@ -87,7 +86,7 @@ class JointAttention:
             hidden_states, attn.heads, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k, None)
         )
         if encoder_hidden_states is None:
-            return self.out(attn, self.attend(image, lengths.image))
+            return projected_out(attn, self.attend(image, lengths.image))
         text = projected(
             encoder_hidden_states,
             attn.heads,
@@ -97,17 +96,11 @@ class JointAttention:
         joint = [torch.cat(pair, 1) for pair in zip(image, text, strict=True)]
         attended = self.attend(joint, lengths.joint)
         of_image, of_text = attended.split_with_sizes([hidden_states.shape[1], encoder_hidden_states.shape[1]], 1)
-        return self.out(attn, of_image), of_text if attn.context_pre_only else attn.to_add_out(of_text)
+        return projected_out(attn, of_image), of_text if attn.context_pre_only else attn.to_add_out(of_text)
 
     def attend(self, qkv: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
         query, key, value = qkv
         return attend(query, key, value, lengths, self.group, self._attention_backend).flatten(2)
-
-    @staticmethod
-    def out(attn: Any, attended: Tensor) -> Tensor:
-        projection, dropout = attn.to_out
-        made: Tensor = dropout(projection(attended))
-        return made
 
 
 def projected(tokens: Tensor, heads: int, layers: Sequence[Any], norms: Sequence[Any]) -> list[Tensor]:

@@ -15,7 +15,7 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from wfm_ds.ulysses.attention import attend, rotated
+from wfm_ds.ulysses.attention import attend, projected_out, rotated
 from wfm_ds.ulysses.base import SharedTokens, patches
 from wfm_ds.ulysses.exchange import own, shares
 
@@ -25,7 +25,6 @@ class Wan(SharedTokens):
     patch_embedding = "patch_embedding"
 
     def share_blocks(self, transformer: Any) -> None:
-        self.require_heads()
         attentions = [block.attn1 for block in transformer.blocks]
         stock = [self.take_processor(attention, WanAttnProcessor) for attention in attentions]
         for attention, processor in zip(attentions, stock, strict=True):
@@ -72,6 +71,4 @@ class SelfAttention:
         )
         query, key = rotated(query, tables, "neighbours"), rotated(key, tables, "neighbours")
         attended = attend(query, key, value, lengths, self.group, self._attention_backend)
-        projection, dropout = attn.to_out
-        made: Tensor = dropout(projection(attended.flatten(2)))
-        return made
+        return projected_out(attn, attended.flatten(2))
