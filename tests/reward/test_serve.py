@@ -175,7 +175,9 @@ def test_ranges_include_their_ends_and_never_nan():
 
 
 def test_an_unknown_reward_names_the_nearest_and_all():
-    with pytest.raises(RewardError, match=r"no reward 'color_'; did you mean color\? Known: aesthetic, clipscore, color, .*ocr"):
+    with pytest.raises(
+        RewardError, match=r"no reward 'color_'; did you mean color\? Known: aesthetic, clipscore, color, .*ocr"
+    ):
         registry.describe("color_")
 
 
