@@ -292,9 +292,14 @@ def test_a_service_with_keys_scores_for_those_who_have_one(tmp_path, monkeypatch
         fields = {"prompts": ["x"], "media_type": "image", "reward_fn": {OTHER: 1}}
         answer = Http(said["http"], None).scores(fields, a_batch(1).media, OTHER)
         assert answer["scores"]["brightness"][0] is not None, "the HTTP port is a client too"
-        without = a_recipe({"name": OTHER}, spawn=False, endpoint=said["pipes"], start_timeout_s=3)
-        with pytest.raises(RewardError, match=r"reward service: no answer within 3 s: .* the hub wants keys"):
-            RewardClient(said["pipes"], without, "run", "rank0")
+        without = a_recipe({"name": OTHER}, spawn=False, endpoint=said["pipes"], start_timeout_s=2)
+        for _ in range(10):  # the sentence comes with the first handshake that fails, however long that takes
+            with pytest.raises(RewardError) as error:
+                RewardClient(said["pipes"], without, "run", "rank0")
+            if "the hub wants keys" in str(error.value):
+                break
+        else:
+            pytest.fail(str(error.value))
     with pytest.raises(RewardError, match="one key of a client is needed"):
         RewardClient("tcp://10.0.0.5:1", without.model_copy(update={"keys": tmp_path}), "run", "rank0")
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -174,7 +175,9 @@ def test_ranges_include_their_ends_and_never_nan():
 
 
 def test_an_unknown_reward_names_the_nearest_and_all():
-    with pytest.raises(RewardError, match=r"no reward 'color_'; did you mean color\? Known: color, digits, .*ocr"):
+    with pytest.raises(
+        RewardError, match=r"no reward 'color_'; did you mean color\? Known: aesthetic, clipscore, color, .*ocr"
+    ):
         registry.describe("color_")
 
 
@@ -234,6 +237,14 @@ def test_a_wrong_configuration_is_one_sentence(tmp_path, text, says):
         load_config(path)
     assert str(error.value).startswith(str(path))
     assert "\n" not in str(error.value)
+
+
+def test_the_configuration_of_the_docs_is_one(tmp_path, root):
+    (text,) = re.findall(r"```yaml\n(pipes:.*?)```", (root / "docs" / "rewards.md").read_text(), re.DOTALL)
+    config = load_config(write_config(tmp_path, text))
+    assert set(config.rewards) <= set(registry.names())
+    for name, reward in config.rewards.items():
+        registry.create(name, reward.device if name != "ocr" else "cpu", reward.options)
 
 
 def test_a_missing_file_is_named(tmp_path):

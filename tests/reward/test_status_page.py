@@ -47,7 +47,7 @@ def in_browser(url, folder, *options):
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
     ) as browser:
         try:
-            return browser.communicate(timeout=TIMEOUT_S)[0]
+            return browser.communicate(timeout=3 * TIMEOUT_S)[0]
         finally:
             if browser.poll() is None:
                 os.killpg(browser.pid, signal.SIGKILL)
