@@ -117,6 +117,19 @@ def test_a_key_that_the_hub_does_not_know_is_a_sentence_until_it_does(stack, fol
     assert a_sum(client) == [30_000_000]
 
 
+@pytest.mark.parametrize("content", ["curve\n    public-key", 'curve\n    public-key = "half', "", None])
+def test_a_file_that_is_no_key_shuts_nobody_else_out(stack, folders, caplog, content):
+    """Half copied, empty, or gone between the listing and the reading (a link to nowhere)."""
+    hub = a_hub(stack, folders[0])
+    odd = folders[0] / "public" / "odd.key"
+    odd.symlink_to("nowhere") if content is None else odd.write_text(content)
+    for _ in range(2):
+        client = PipeClient(hub.client_endpoint, run="run", client="ann", keys=client_keys(folders[1]))
+        stack.callback(client.close)
+        client.attach(DEADLINE_S)
+    assert f"{odd} cannot be read as a key" in caplog.text
+
+
 def test_another_hubs_key_and_no_key_are_sentences_and_nothing_is_delivered(stack, folders, tmp_path):
     hub = a_hub(stack, folders[0])
     new(tmp_path / "other", "hub")
@@ -197,7 +210,7 @@ def test_what_is_missing_or_no_key_is_named(folders, tmp_path):
     (ann / "public" / "hub.key").unlink()
     with pytest.raises(KeyFileError, match=r"public/hub\.key cannot be read as a key"):
         client_keys(ann)
-    for content in ("", "curve\n", 'curve\n    public-key = "short"\n', "\x00\xff"):
+    for content in ("", "curve\n", "public-key", 'curve\n    public-key = "short"\n', "\x00\xff"):
         (hub / "public" / "odd.key").write_text(content)
         with pytest.raises(KeyFileError, match=r"odd\.key cannot be read as a key"):
             hub_keys(hub)

@@ -8,6 +8,7 @@ The files are those of pyzmq.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
 import stat
@@ -20,6 +21,8 @@ import zmq
 import zmq.auth
 
 from wfm_ds.errors import UserError
+
+log = logging.getLogger(__name__)
 
 HUB = "hub"
 SECRET, PUBLIC = ".key_secret", ".key"
@@ -52,17 +55,36 @@ class HubKeys:
 def hub_keys(folder: Path) -> HubKeys:
     """A hub's. The keys in public/ are read whenever somebody connects: add or remove files at any time.
 
-    Raises KeyFileError.
+    Raises KeyFileError, also for a file in public/ that is no key. One that is none later lets nobody in and is logged.
     """
     public, secret = _pair(folder / f"{HUB}{SECRET}")
     inner_public, inner_secret = zmq.curve_keypair()
+    for path in _listed(folder):
+        _public(path)
 
     def allowed(key: bytes) -> bool:
-        listed = {_public(path) for path in (folder / "public").glob(f"*{PUBLIC}") if path.stem != HUB}
-        return key == inner_public or key in listed
+        """Never raises: it is called by the thread on which every handshake depends."""
+        return key == inner_public or key in _readable(folder)
 
-    allowed(b"")  # a file that is no key shows here, and not when somebody connects
     return HubKeys(public, secret, allowed, ClientKeys(inner_public, inner_secret, public, "insider"))
+
+
+def _listed(folder: Path) -> list[Path]:
+    return [path for path in (folder / "public").glob(f"*{PUBLIC}") if path.stem != HUB]
+
+
+def _readable(folder: Path) -> set[bytes]:
+    """The public keys that can be read at this moment: a file may be half copied, or just have been removed."""
+    keys = set()
+    try:
+        for path in _listed(folder):
+            try:
+                keys.add(_public(path))
+            except KeyFileError as error:
+                log.warning("passed over: %s", error)
+    except OSError as error:
+        log.warning("%s cannot be listed: %s", folder / "public", error)
+    return keys
 
 
 def client_keys(folder: Path) -> ClientKeys:
@@ -121,7 +143,7 @@ def _public(path: Path) -> bytes:
 def _load(path: Path) -> tuple[bytes, bytes | None]:
     try:
         public, secret = zmq.auth.load_certificate(path)
-    except (OSError, ValueError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, IndexError) as error:  # IndexError: pyzmq's, for a line without its =
         raise KeyFileError(f"{path} cannot be read as a key: {error}") from error
     if len(public) != 40 or (secret is not None and len(secret) != 40):
         raise KeyFileError(f"{path} cannot be read as a key: keys have 40 characters")
