@@ -20,8 +20,11 @@ from wfm_ds.errors import RewardError
 from wfm_ds.recipe import RewardRecipe
 from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.types import MediaBatch
+from wfm_ds.videos import gif_bytes, save_mp4
 from wfm_reward.config import HttpConfig
-from wfm_reward.web.access import service_token
+from wfm_reward.web.access import check_token, service_token
+from wfm_reward.web.plain import parse_compute
+from wfm_reward.web.problem import Problem
 
 PROBES = Path(__file__).parent
 BRIGHTNESS, MOODY, SLOW = "probe_rewards:Brightness", "probe_rewards:Moody", "probe_rewards:Other"
@@ -203,7 +206,9 @@ def test_ping(http, method, path):
 # Tokens
 
 
-@pytest.mark.parametrize("token", [None, "wrong", TOKEN[:-1], f"{TOKEN}x", "", "caf\u00e9".encode().decode("latin1")])
+@pytest.mark.parametrize(
+    "token", [None, "wrong", TOKEN[:-1], f"{TOKEN}x", "", "caf\u00e9".encode().decode("latin1"), "\xff"]
+)
 def test_nothing_but_health_is_answered_without_the_token(service, token):
     stranger = Http(service[1]["http"], token)
     for method, path in [
@@ -215,6 +220,13 @@ def test_nothing_but_health_is_answered_without_the_token(service, token):
         assert headers["WWW-Authenticate"].startswith("Basic")
         assert TOKEN not in content["message"]
     assert stranger.get("/health")[:2] == (200, {"ready": True})
+
+
+@pytest.mark.parametrize("sent", [b"\xff", b"Bearer \xff", b"Basic \xff", b"Basic /w=="])
+def test_a_header_that_is_not_utf_8_is_a_wrong_token(sent):
+    with pytest.raises(Problem) as problem:
+        check_token(sent.decode("utf-8", "surrogateescape"), TOKEN)  # as aiohttp decodes headers
+    assert problem.value.status == 401
 
 
 def test_a_browser_sends_the_token_as_its_password(service):
@@ -352,6 +364,30 @@ def test_plain_json_takes_videos_as_frames(http):
     video = [encoded(black), encoded(white), encoded(white)]
     status, content, _ = compute(http, prompt=["x"], video=[video], rewards=["motion"], fps=8)
     assert (status, content["rewards"]) == (200, [0.5])
+
+
+@pytest.mark.parametrize("kind", ["mp4", "gif"])
+def test_plain_json_takes_videos_as_files(tmp_path, kind):
+    video = np.repeat(np.array([0, 128, 255], np.uint8), 16 * 16 * 3).reshape(3, 16, 16, 3)
+    save_mp4(tmp_path / "v.mp4", video, 8)
+    data = (tmp_path / "v.mp4").read_bytes() if kind == "mp4" else gif_bytes(video, 8)
+    request, _ = parsed(prompt=["x"], video=[base64.b64encode(data).decode()], rewards=["motion"], fps=8)
+    assert np.abs(request.media[0].astype(int) - video).max() <= 2
+
+
+def parsed(**fields):
+    return parse_compute(memoryview(json.dumps(fields).encode()), 8 * MIB)
+
+
+SDP = "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\na=rtpmap:96 H264/90000\n"
+
+
+@pytest.mark.parametrize("script", ["ffconcat version 1.0\nfile private.mp4\n", SDP], ids=["concat", "sdp"])
+def test_a_video_that_names_other_sources_is_refused_before_they_are_opened(tmp_path, monkeypatch, script):
+    monkeypatch.chdir(tmp_path)
+    save_mp4(tmp_path / "private.mp4", np.zeros((3, 16, 16, 3), np.uint8), 8)
+    with pytest.raises(Problem, match="a video cannot be read: .*Invalid argument"):
+        parsed(prompt=["x"], video=[base64.b64encode(script.encode()).decode()], rewards=["motion"])
 
 
 @pytest.mark.parametrize(

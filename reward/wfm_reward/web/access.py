@@ -64,6 +64,7 @@ def check_token(header: str | None, token: str | None) -> None:
             given = ""
     elif scheme.lower() != "bearer":
         given = ""
-    if not hmac.compare_digest(given.strip().encode(), token.encode()):
+    # aiohttp hands on bytes that are not UTF-8 as surrogates.
+    if not hmac.compare_digest(given.strip().encode(errors="surrogateescape"), token.encode()):
         detail = "the token is wrong" if header else "a token is needed: send the header Authorization: Bearer TOKEN"
         raise Problem(401, "unauthorized", detail)

@@ -16,11 +16,13 @@ from wfm_reward.web.problem import malformed
 from wfm_reward.web.request import ScoreRequest
 
 KEYS = {"prompt", "image", "video", "rewards", "metadata", "fps", "timeout_s"}
+# Files that hold their own frames: some others of FFmpeg's open further files (ffconcat) or sockets (sdp).
+OPTIONS = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,gif"}
 
 
 def parse_compute(body: memoryview, max_bytes: int) -> tuple[ScoreRequest, float | None]:
     """The request, and its own time limit. `image`: base64 PNG or JPEG, one an item; or `video`: a list of such frames,
-    or base64 MP4, one an item. Decoded media may take `max_bytes` in all. Raises Problem."""
+    or base64 MP4, WebM, Matroska or GIF, one an item. Decoded media may take `max_bytes` in all. Raises Problem."""
     fields = _fields(body)
     prompts, images, videos = fields.get("prompt"), fields.get("image"), fields.get("video")
     if not isinstance(prompts, list) or not prompts or not all(isinstance(p, str) for p in prompts):
@@ -95,7 +97,7 @@ def _decode_file(data: bytes, budget: _Budget) -> npt.NDArray[np.uint8]:
 
     frames = []
     try:
-        with av.open(io.BytesIO(data), mode="r") as container:
+        with av.open(io.BytesIO(data), mode="r", options=OPTIONS, metadata_errors="ignore") as container:
             for frame in container.decode(video=0):
                 budget.take(frame.width * frame.height * 3)
                 frames.append(frame.to_ndarray(format="rgb24"))
