@@ -288,6 +288,7 @@ RUN_BY = {
     "wfm_reward.web.port": "reward/test_http.py",
     "wfm_reward.web.problem": "reward/test_http.py",
     "wfm_reward.web.request": "reward/test_http.py",
+    "wfm_reward.web.room": "reward/test_http.py",
     "wfm_reward.web.view": "reward/test_status_page.py",
 }
 

@@ -82,9 +82,10 @@ class HttpConfig(Section):
     max_body_mib: PositiveInt = 512
     """Of one request."""
     max_pending_mib: PositiveInt = 2048
-    """Of media that are not scored yet, of all requests together; above it, they are refused with 429."""
+    """Of bodies on their way and media that are not scored yet, of all requests together; above it, requests are
+    refused with 429, and with 413 one that does not fit by itself."""
     timeout_s: PositiveFloat = 600.0
-    """An item without a score after this long has failed."""
+    """An item without a score after this long has failed, whatever is done with it at that time."""
     pull_wait_s: NonNegativeFloat = 4.0
     """How long a pull waits before it answers that the scores are not there yet."""
     result_ttl_s: PositiveFloat = 3600.0

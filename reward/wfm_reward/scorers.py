@@ -224,7 +224,10 @@ class Scorers:
         assert process.stdout is not None
         with contextlib.suppress(KeyError):  # unregistered when it closed its stdout
             self.selector.unregister(process.stdout)
+        error = _last_words(process.stdout)
         _end(process)
+        if error is not None:
+            self._cannot_load(scorer, error)
         why = _cause(process.returncode)
         self.hub.worker_lost(scorer.worker, f"its worker died ({why})")
         if not self.all_were_ready:
@@ -273,6 +276,16 @@ def _cause(returncode: int) -> str:
         return f"killed by {signal.Signals(-returncode).name}"
     except ValueError:
         return f"killed by signal {-returncode}"
+
+
+def _last_words(status: IO[bytes]) -> str | None:
+    """The error that a dead process left in its status, if nobody has read it yet."""
+    os.set_blocking(status.fileno(), False)  # what it has forked may hold the other end open
+    line = status.readline()
+    if not line.endswith(b"\n"):  # it was killed while it wrote, or wrote nothing
+        return None
+    error = json.loads(line).get("error")
+    return None if error is None else str(error)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +26,10 @@ from wfm_reward.config import HttpConfig
 from wfm_reward.web.access import check_token, service_token
 from wfm_reward.web.plain import parse_compute
 from wfm_reward.web.problem import Problem
+from wfm_reward.web.room import Room
 
 PROBES = Path(__file__).parent
-BRIGHTNESS, MOODY, SLOW = "probe_rewards:Brightness", "probe_rewards:Moody", "probe_rewards:Other"
+BRIGHTNESS, MOODY, OTHER = "probe_rewards:Brightness", "probe_rewards:Moody", "probe_rewards:Other"
 MIB = 2**20
 
 
@@ -44,9 +46,10 @@ def service(tmp_path_factory):
             "http": {"bind": "127.0.0.1:0", "token_file": "token", "max_body_mib": 4, "max_pending_mib": 8,
                      "pull_wait_s": 0.3, "timeout_s": 30},
             "rewards": {
-                BRIGHTNESS: {"workers": 2, "max_batch": 4, "max_wait_ms": 50},
+                BRIGHTNESS: {"workers": 2, "max_batch": 4, "max_wait_ms": 50,
+                             "options": {"journal": str(folder / "journal")}},
                 MOODY: {},
-                SLOW: {"max_batch": 1, "options": {"seconds": 1.0}},
+                OTHER: {"max_batch": 1},
                 "jpeg_incompressibility": {},
                 "motion": {},
             },
@@ -58,6 +61,19 @@ def service(tmp_path_factory):
 @pytest.fixture
 def http(service):
     return Http(service[1]["http"])
+
+
+@contextmanager
+def nobody_works(service):
+    """The workers are stopped; what is asked of them meanwhile is done afterwards."""
+    workers = psutil.Process(service[0].pid).children()
+    for worker in workers:
+        worker.suspend()
+    try:
+        yield
+    finally:
+        for worker in workers:
+            worker.resume()
 
 
 def images(count, seed=0, size=8):
@@ -125,15 +141,16 @@ def test_an_item_that_fails_is_null_and_its_neighbours_are_scored(http):
     assert answer["failures"] == [{"index": 1, "reason": "nothing to see"}]
 
 
-def test_a_pull_before_the_scores_are_there_is_to_be_repeated(http):
-    status, content, _ = http.enqueue(asked(2, SLOW, BRIGHTNESS), images(2))
-    assert status == 200
-    status, answer, _ = http.pull(content["uuid"], SLOW)
-    assert (status, answer["error"]["code"]) == (400, "not_ready")
-    assert http.scores(asked(1, BRIGHTNESS), images(1), BRIGHTNESS)["scores"]
-    while (status := http.pull(content["uuid"], SLOW)[0]) == 400:
-        pass
-    assert status == 200
+def test_a_pull_before_the_scores_are_there_is_to_be_repeated(http, service):
+    with nobody_works(service):
+        status, content, _ = http.enqueue(asked(2, OTHER, BRIGHTNESS), images(2))
+        assert status == 200
+        status, answer, _ = http.pull(content["uuid"], OTHER)
+        assert (status, answer["error"]["code"]) == (400, "not_ready")
+    for reward in (BRIGHTNESS, OTHER):
+        while (status := http.pull(content["uuid"], reward)[0]) == 400:
+            pass
+        assert status == 200
 
 
 @pytest.mark.parametrize(
@@ -317,10 +334,21 @@ def test_bodies_on_their_way_fill_the_service_until_they_are_cut_off(service, ht
 def test_media_that_wait_fill_the_service(service, http):
     large = np.zeros((1, 1000, 1000, 3), np.uint8)
     until(lambda: pending(http) == 0)
-    uuids = [http.enqueue(asked(1, SLOW), large)[1].get("uuid") for _ in range(4)]
-    assert uuids[0] is not None
-    assert uuids[-1] is None, "12 MB are more than 8 MiB"
+    with nobody_works(service):
+        answers = [http.enqueue(asked(1, OTHER), large) for _ in range(3)]
+        assert [status for status, _, _ in answers] == [200, 200, 429], "9 MB are more than 8 MiB"
+        assert 6_000_000 <= pending(http) < 6_010_000, "bodies that are media count once"
     until(lambda: pending(http) == 0)
+
+
+def test_a_request_of_the_largest_size_is_taken_and_one_that_never_fits_is_told_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)
+    limits = {"bind": "127.0.0.1:0", "max_body_mib": 4, "max_pending_mib": 2}
+    with serving(tmp_path, {"http": limits, "rewards": {OTHER: {}}}) as (_, said):
+        http = Http(said["http"], None)
+        assert http.scores(asked(1, OTHER), np.zeros((1, 800, 800, 3), np.uint8), OTHER)["scores"]
+        status, content, _ = http.enqueue(asked(1, OTHER), np.zeros((1, 1000, 1000, 3), np.uint8))
+        assert (status, content["error"]["code"]) == (413, "too_large")
 
 
 def test_junk_on_the_port_harms_nobody(service, http):
@@ -376,7 +404,7 @@ def test_plain_json_takes_videos_as_files(tmp_path, kind):
 
 
 def parsed(**fields):
-    return parse_compute(memoryview(json.dumps(fields).encode()), 8 * MIB)
+    return parse_compute(memoryview(json.dumps(fields).encode()), Room(8 * MIB).share(0).take)
 
 
 SDP = "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\na=rtpmap:96 H264/90000\n"
@@ -386,7 +414,7 @@ SDP = "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 50
 def test_a_video_that_names_other_sources_is_refused_before_they_are_opened(tmp_path, monkeypatch, script):
     monkeypatch.chdir(tmp_path)
     save_mp4(tmp_path / "private.mp4", np.zeros((3, 16, 16, 3), np.uint8), 8)
-    with pytest.raises(Problem, match="a video cannot be read: .*Invalid argument"):
+    with pytest.raises(Problem, match=r"a video cannot be read: .*Invalid argument"):
         parsed(prompt=["x"], video=[base64.b64encode(script.encode()).decode()], rewards=["motion"])
 
 
@@ -419,16 +447,34 @@ def test_a_picture_that_unpacks_to_more_than_fits_is_refused_by_its_header(http)
     status, content, _ = compute(
         http, prompt=["x"], image=[base64.b64encode(bomb.getvalue()).decode()], rewards=[BRIGHTNESS]
     )
-    assert (status, "larger than this service takes" in content["message"]) == (422, True)
+    assert (status, content["error"]["code"]) == (413, "too_large")
 
 
-def test_its_own_time_limit_is_a_named_failure(http):
-    status, content, _ = compute(
-        http, prompt=["x"] * 4, image=[encoded(images(1)[0])] * 4, rewards=[SLOW], timeout_s=1.5
-    )
-    assert status == 200
-    assert [f["reason"] for f in content["failures"]][-1] == "deadline"
-    assert content["rewards"][0] is not None
+def test_pictures_that_are_unpacked_at_once_share_the_room():
+    """A request that has taken its place leaves none for one that unpacks beside it."""
+    room = Room(4 * MIB)
+    first, second = room.share(1000), room.share(1000)
+    picture = encoded(np.zeros((1000, 1000, 3), np.uint8))
+    body = memoryview(json.dumps({"prompt": ["x"], "image": [picture], "rewards": ["motion"]}).encode())
+    parse_compute(body, first.take)
+    with pytest.raises(Problem) as problem:
+        parse_compute(body, second.take)
+    assert problem.value.status == 429
+    heir = first.pass_on(10)
+    first.release()
+    assert room.taken == 1010
+    heir.release()
+    heir.release()
+    second.release()
+    assert room.taken == 0
+
+
+def test_its_own_time_limit_is_a_named_failure_even_of_what_a_worker_has_in_hand(http, service):
+    pictures = [encoded(images(1)[0])] * 3
+    with nobody_works(service):
+        status, content, _ = compute(http, prompt=["x"] * 3, image=pictures, rewards=[OTHER], timeout_s=0.2)
+    assert (status, content["rewards"]) == (200, [None] * 3)
+    assert [failure["reason"] for failure in content["failures"]] == ["deadline"] * 3
 
 
 def test_what_is_offered_is_described(http):
@@ -469,21 +515,18 @@ def test_prometheus_reads_what_was_done(http):
     assert more("wfm_reward_requests_total", "/api/reward/enqueue", "200") == 1
 
 
-def test_requests_of_many_clients_are_scored_together(http):
+def test_requests_of_many_clients_are_scored_together(http, service):
     """max_wait_ms: single pictures that arrive at once share a batch."""
-    uuids = [http.enqueue(asked(1, BRIGHTNESS), images(1, seed=i))[1]["uuid"] for i in range(12)]
+    with nobody_works(service):
+        uuids = [http.enqueue(asked(1, BRIGHTNESS), images(1, seed=i))[1]["uuid"] for i in range(12)]
     for i, uuid in enumerate(uuids):
         while (answer := http.pull(uuid, BRIGHTNESS))[0] == 400:
             pass
         assert answer[1]["scores"]["brightness"] == pytest.approx([images(1, seed=i).mean() / 255])
-    text = http.get("/metrics")[1].decode()
-    mean = next(
-        sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == "wfm_reward_batch_items" and sample.labels["reward"] == BRIGHTNESS
-    )
-    assert mean > 1.0
+    ours = {f"{uuid[:8]}-0" for uuid in uuids}
+    batches = [ours & set(json.loads(line)["ids"]) for line in (service[2] / "journal").read_text().splitlines()]
+    assert ours == set().union(*batches)
+    assert max(map(len, batches)) > 1
 
 
 def test_a_service_that_is_loading_says_so_and_one_whose_port_is_taken_ends(tmp_path, service):

@@ -280,6 +280,22 @@ def test_a_reward_that_cannot_load_ends_the_service_with_its_words(tmp_path, rew
     assert not (tmp_path / "pipes.json").exists()
 
 
+def test_the_words_of_a_worker_that_has_ended_meanwhile_are_read(tmp_path):
+    """The supervisor was held up: the worker is dead before its status is looked at."""
+    name = "probe_rewards:CannotLoad"
+    hub = Hub(clients=f"ipc://{tmp_path}/c", workers=f"ipc://{tmp_path}/w", kinds={})
+    with selectors.DefaultSelector() as selector:
+        scorers = Scorers(hub, {name: scorer(name, RewardConfig())}, selector)
+        try:
+            scorers.tend(0.0)
+            (state,) = scorers.states()
+            os.waitid(os.P_PID, state.pid, os.WEXITED | os.WNOWAIT)
+            with pytest.raises(RewardError, match="cannot start: the package rapidfoo is missing"):
+                scorers.tend(1.0)
+        finally:
+            scorers.stop()
+
+
 def test_an_address_on_the_network_is_refused(tmp_path):
     config = write_config(tmp_path, {"pipes": {"clients": "tcp://0.0.0.0:6100"}, "rewards": {"color": {}}})
     with a_service(config) as service:

@@ -25,11 +25,13 @@ from wfm_ds.pipes.submission import Piece, submit_in_pieces
 from wfm_ds.pipes.wire import Array
 from wfm_reward.web.problem import Problem
 from wfm_reward.web.request import ScoreRequest
+from wfm_reward.web.room import Share
 
 log = logging.getLogger(__name__)
 
 MAX_REMEMBERED = 10000  # ids of jobs that have expired
 TICK_S = 0.5
+GRACE_S = 1.0  # after a deadline, for the hub to say first what it knows of the tasks
 
 Answer: TypeAlias = tuple[float | None, str | None, dict[str, float]]
 """Of one item: value, failure, parts."""
@@ -54,12 +56,11 @@ class Answers:
 
 @dataclass(slots=True)
 class Job:
-    """One request."""
+    """One request. Its media are held while it runs, and not by the job."""
 
     id: str
-    request: ScoreRequest
-    nbytes: int
-    results: dict[str, Answers]  # by reward
+    info: Mapping[str, Any]  # the request's
+    results: dict[str, Answers]  # by reward, in the request's order
     decode_s: float = 0.0
     finished_at_s: float | None = None
 
@@ -72,7 +73,6 @@ class Jobs:
     ) -> None:
         """`max_batch`: by reward."""
         self.max_batch = dict(max_batch)
-        self.pending_bytes = 0  # of requests that are being received, or not scored yet
         self._ttl_s = result_ttl_s
         self._jobs: dict[str, Job] = {}
         self._expired: OrderedDict[str, None] = OrderedDict()
@@ -92,13 +92,15 @@ class Jobs:
         self._pipe.close()
         self._thread.join(5)
 
-    def start(self, request: ScoreRequest, nbytes: int, timeout_s: float, decoder: str | None) -> Job:
-        """`nbytes` of pending_bytes are the job's from here on. `decoder`: the kind of worker that makes its latents
-        videos."""
+    def start(self, request: ScoreRequest, share: Share, timeout_s: float, decoder: str | None) -> Job:
+        """`share`: what the media take; released when all is scored. `decoder`: the kind of worker that makes its
+        latents videos."""
+        self._expire()
         count = len(request.prompts)
-        job = Job(str(uuid.uuid4()), request, nbytes, {r: Answers([None] * count, count) for r in request.rewards})
+        results = {reward: Answers([None] * count, count) for reward in request.rewards}
+        job = Job(str(uuid.uuid4()), request.info, results)
         self._jobs[job.id] = job
-        task = self._loop.create_task(self._run(job, time.monotonic() + timeout_s, decoder))
+        task = self._loop.create_task(self._run(job, request, share, time.monotonic() + timeout_s, decoder))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return job
@@ -112,35 +114,40 @@ class Jobs:
             raise Problem(404, "unknown_uuid", f"there is no request {job_id[:64]!r} here")
         return self._jobs[job_id]
 
-    async def _run(self, job: Job, deadline_s: float, decoder: str | None) -> None:
+    def forget(self, job: Job) -> None:
+        """It cannot be found any more: nobody will pull it."""
+        self._jobs.pop(job.id, None)
+
+    async def _run(self, job: Job, request: ScoreRequest, share: Share, deadline_s: float, decoder: str | None) -> None:
         try:
-            media: Sequence[Array | str] = job.request.media
+            media: Sequence[Array | str] = request.media
             if decoder is not None:
                 started = time.monotonic()
-                media = await self._decoded(job.request, decoder, deadline_s)
+                media = await self._decoded(request, decoder, deadline_s)
                 job.decode_s = time.monotonic() - started
-            await self._scored(job, media, deadline_s)
+            await self._scored(job, request, media, deadline_s)
         except Exception as error:  # the border of the task: it becomes named failures
             log.exception("request %s failed", job.id)
             for answers in job.results.values():
                 _fail_rest(answers, f"{type(error).__name__}: {error}")
         finally:
-            self.pending_bytes -= job.nbytes
+            share.release()
             job.finished_at_s = time.monotonic()
 
-    async def _scored(self, job: Job, media: Sequence[Array | str], deadline_s: float) -> None:
+    async def _scored(self, job: Job, request: ScoreRequest, media: Sequence[Array | str], deadline_s: float) -> None:
         """`media`: an item's array, or why there is none."""
         there = [i for i, item in enumerate(media) if not isinstance(item, str)]
-        rows = [_row(job, i) for i in there]
+        rows = [_row(job.id, request, i) for i in there]
         arrays = [item for item in media if not isinstance(item, str)]
-        inner = {reward: Answers([None] * len(there), len(there)) for reward in job.request.rewards}
-        max_rows = {f"score:{reward}": self.max_batch[reward] for reward in job.request.rewards}
-        self._submit(rows, arrays, max_rows, {f"score:{r}": a for r, a in inner.items()}, deadline_s)
+        inner = {reward: Answers([None] * len(there), len(there)) for reward in job.results}
+        max_rows = {f"score:{reward}": self.max_batch[reward] for reward in job.results}
+        timer = self._submit(rows, arrays, max_rows, {f"score:{r}": a for r, a in inner.items()}, deadline_s)
         for answers in job.results.values():
             for i, item in enumerate(media):
                 if isinstance(item, str):
                     answers.put(i, [(None, item, {})], 0.0)
         await asyncio.gather(*(self._passed_on(inner[r], a, there) for r, a in job.results.items()))
+        timer.cancel()
 
     async def _passed_on(self, inner: Answers, outer: Answers, places: Sequence[int]) -> None:
         """Rewards finish one after the other, and can be pulled one after the other."""
@@ -154,8 +161,9 @@ class Jobs:
         """Videos, or the reason why there is none. A decoder leaves each in a file, which ends here."""
         rows = [{"id": f"latents-{i}"} for i in range(len(request.media))]
         answers = Answers([None] * len(rows), len(rows))
-        self._submit(rows, list(request.media), {decoder: 1}, {decoder: answers}, deadline_s)
+        timer = self._submit(rows, list(request.media), {decoder: 1}, {decoder: answers}, deadline_s)
         await answers.done.wait()
+        timer.cancel()
         return [await asyncio.to_thread(_video, answer) for answer in answers.rows]
 
     def _submit(
@@ -165,12 +173,24 @@ class Jobs:
         max_rows: Mapping[str, int],
         answers: Mapping[str, Answers],
         deadline_s: float,
-    ) -> None:
+    ) -> asyncio.TimerHandle:
+        """What ends the waiting for workers that are still busy some time after the deadline."""
+        sent = []
         for piece in submit_in_pieces(self._pipe, rows, arrays, max_rows, self._new_id, deadline_s):
             if piece.failure is not None:
                 answers[piece.kind].put(piece.start, [(None, piece.failure, {})] * (piece.stop - piece.start), 0.0)
             else:
                 self._pieces[piece.id] = (piece, answers[piece.kind])
+                sent.append(piece.id)
+        wait_s = max(0.0, deadline_s - time.monotonic()) + GRACE_S
+        return self._loop.call_later(wait_s, self._give_up, sent)
+
+    def _give_up(self, ids: Sequence[str]) -> None:
+        late = [self._pieces.pop(piece_id) for piece_id in ids if piece_id in self._pieces]
+        for piece, answers in late:
+            answers.put(piece.start, [(None, "deadline", {})] * (piece.stop - piece.start), 0.0)
+        # A decoder is let finish: only its answer says where the file is that has to go.
+        self._pipe.cancel(piece.id for piece, _ in late if not piece.kind.startswith("decode:"))
 
     def _new_id(self, kind: str) -> str:
         return f"{self._name}/{next(self._numbers)}#{kind}"
@@ -189,6 +209,7 @@ class Jobs:
         for outcome in outcomes:
             found = self._pieces.pop(outcome.id, None)
             if found is None:
+                _discard(outcome)
                 continue
             piece, answers = found
             rows = outcome.meta.get("scores", outcome.meta.get("videos")) if outcome.ok else None
@@ -200,21 +221,17 @@ class Jobs:
     def _expire(self) -> None:
         """Nothing older than a result's time is kept; the oldest are first."""
         limit_s = time.monotonic() - self._ttl_s
-        for job_id, job in list(self._jobs.items()):
-            if job.finished_at_s is None:
-                continue
-            if job.finished_at_s > limit_s:
-                break
+        finished = ((i, job.finished_at_s) for i, job in self._jobs.items() if job.finished_at_s is not None)
+        for job_id, _ in list(itertools.takewhile(lambda one: one[1] <= limit_s, finished)):
             del self._jobs[job_id]
             self._expired[job_id] = None
         while len(self._expired) > MAX_REMEMBERED:
             self._expired.popitem(last=False)
 
 
-def _row(job: Job, i: int) -> dict[str, Any]:
-    request = job.request
+def _row(job_id: str, request: ScoreRequest, i: int) -> dict[str, Any]:
     return {
-        "id": f"{job.id[:8]}-{i}",
+        "id": f"{job_id[:8]}-{i}",
         "prompt": request.prompts[i],
         "metadata": dict(request.metadata[i]),
         "fps": request.fps[i],
@@ -229,6 +246,14 @@ def _video(answer: Any) -> Array | str:
     video: Array = np.load(path, allow_pickle=False)
     Path(path).unlink()
     return video
+
+
+def _discard(outcome: Outcome) -> None:
+    """A video that comes when nobody waits for it any more is a file that nobody else removes."""
+    videos = outcome.meta.get("videos") if outcome.ok else None
+    for path, _, _ in videos or []:
+        if path is not None:
+            Path(path).unlink(missing_ok=True)
 
 
 def _fail_rest(answers: Answers, why: str) -> None:

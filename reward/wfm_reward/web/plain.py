@@ -6,8 +6,8 @@ import base64
 import binascii
 import io
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,14 +15,17 @@ import numpy.typing as npt
 from wfm_reward.web.problem import malformed
 from wfm_reward.web.request import ScoreRequest
 
+Take: TypeAlias = Callable[[int], None]
+
 KEYS = {"prompt", "image", "video", "rewards", "metadata", "fps", "timeout_s"}
 # Files that hold their own frames: some others of FFmpeg's open further files (ffconcat) or sockets (sdp).
 OPTIONS = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,gif"}
 
 
-def parse_compute(body: memoryview, max_bytes: int) -> tuple[ScoreRequest, float | None]:
+def parse_compute(body: memoryview, take: Take) -> tuple[ScoreRequest, float | None]:
     """The request, and its own time limit. `image`: base64 PNG or JPEG, one an item; or `video`: a list of such frames,
-    or base64 MP4, WebM, Matroska or GIF, one an item. Decoded media may take `max_bytes` in all. Raises Problem."""
+    or base64 MP4, WebM, Matroska or GIF, one an item. `take` is told the bytes of decoded media before they are
+    allocated. Raises Problem, and what `take` raises."""
     fields = _fields(body)
     prompts, images, videos = fields.get("prompt"), fields.get("image"), fields.get("video")
     if not isinstance(prompts, list) or not prompts or not all(isinstance(p, str) for p in prompts):
@@ -42,8 +45,7 @@ def parse_compute(body: memoryview, max_bytes: int) -> tuple[ScoreRequest, float
     ):
         raise malformed(f"`metadata` must be a list of {len(prompts)} maps")
     fps, timeout_s = (_positive(fields, key) for key in ("fps", "timeout_s"))
-    budget = _Budget(max_bytes)
-    media = [decode_image(item, budget) if videos is None else decode_video(item, budget) for item in given]
+    media = [decode_image(item, take) if videos is None else decode_video(item, take) for item in given]
     request = ScoreRequest(
         rewards=tuple(dict.fromkeys(rewards)),
         prompts=prompts,
@@ -56,50 +58,38 @@ def parse_compute(body: memoryview, max_bytes: int) -> tuple[ScoreRequest, float
     return request, timeout_s
 
 
-class _Budget:
-    """Bytes that decoded media may still take: asked before they are allocated."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.left = num_bytes
-
-    def take(self, num_bytes: int) -> None:
-        self.left -= num_bytes
-        if self.left < 0:
-            raise malformed("the decoded media are larger than this service takes at once: send fewer in a request")
-
-
-def decode_image(text: Any, budget: _Budget) -> npt.NDArray[np.uint8]:
+def decode_image(text: Any, take: Take) -> npt.NDArray[np.uint8]:
     """uint8 [H,W,3]."""
     from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(io.BytesIO(_bytes(text)), formats=("PNG", "JPEG", "WEBP")) as image:
-            budget.take(image.width * image.height * 3)  # only the header has been read
+            take(image.width * image.height * 3)  # only the header has been read
             return np.asarray(image.convert("RGB"))
     except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError) as error:
         raise malformed(f"an image cannot be read: {str(error)[:100]}") from error
 
 
-def decode_video(item: Any, budget: _Budget) -> npt.NDArray[np.uint8]:
+def decode_video(item: Any, take: Take) -> npt.NDArray[np.uint8]:
     """uint8 [T,H,W,3], of a list of images or of one video file."""
     if isinstance(item, str):
-        return _decode_file(_bytes(item), budget)
+        return _decode_file(_bytes(item), take)
     if not isinstance(item, list) or not item:
         raise malformed("a video is a list of base64 images, or one base64 file")
-    frames = [decode_image(frame, budget) for frame in item]
+    frames = [decode_image(frame, take) for frame in item]
     if len({frame.shape for frame in frames}) > 1:
         raise malformed("the frames of a video must have one size")
     return np.stack(frames)
 
 
-def _decode_file(data: bytes, budget: _Budget) -> npt.NDArray[np.uint8]:
+def _decode_file(data: bytes, take: Take) -> npt.NDArray[np.uint8]:
     import av
 
     frames = []
     try:
         with av.open(io.BytesIO(data), mode="r", options=OPTIONS, metadata_errors="ignore") as container:
             for frame in container.decode(video=0):
-                budget.take(frame.width * frame.height * 3)
+                take(frame.width * frame.height * 3)
                 frames.append(frame.to_ndarray(format="rgb24"))
     except (av.FFmpegError, IndexError, ValueError) as error:
         raise malformed(f"a video cannot be read: {str(error)[:100]}") from error

@@ -36,6 +36,7 @@ from wfm_reward.web.page import render
 from wfm_reward.web.plain import compute_answer, parse_compute
 from wfm_reward.web.problem import Problem
 from wfm_reward.web.request import ScoreRequest
+from wfm_reward.web.room import Room, Share
 from wfm_reward.web.view import View, clock
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class HttpPort:
         self.config = service.config.http
         self.url = ""
         self._service = service
+        self._room = Room(self.config.max_pending_mib * 2**20)
         self._token = service_token(self.config, base, os.environ)
         self._requests: Counter[tuple[str, int]] = Counter()
         self._started_at_s, _ = clock()
@@ -187,7 +189,7 @@ class HttpPort:
             workers=service.scorers.states(),
             down=dict(service.scorers.down),
             requests=self._requests.copy(),
-            pending_bytes=self._jobs.pending_bytes,
+            pending_bytes=self._room.taken,
             now_s=now_s,
             wall_s=wall_s,
         )
@@ -217,15 +219,16 @@ class HttpPort:
 
     async def _enqueue(self, request: web.Request) -> web.Response:
         self._check_ready()
-        async with self._received(request) as body:
+        async with self._received(request) as (body, share):
             wanted = await asyncio.to_thread(parse_enqueue, body)
-            job = self._start(wanted, self.config.timeout_s)
+            # Media that are views keep all of the body; it outlives this request with them.
+            job = self._start(wanted, share, max(wanted.nbytes, len(body)), self.config.timeout_s)
         return web.json_response({"uuid": job.id})
 
     async def _pull(self, request: web.Request) -> web.Response:
         form = await request.post()
         job = self._jobs.find(str(form.get("uuid", "")))
-        reward = str(form.get("type") or job.request.rewards[0])
+        reward = str(form.get("type") or next(iter(job.results)))
         answers = job.results.get(reward)
         if answers is None:
             asked = ", ".join(job.results)
@@ -237,7 +240,7 @@ class HttpPort:
             reward,
             registry.describe(reward).primary,
             answers.rows,
-            info=job.request.info,
+            info=job.info,
             seconds=answers.seconds,
             decode_seconds=job.decode_s,
             failed_value=math.nan if self.config.failed_value == "nan" else None,
@@ -246,28 +249,31 @@ class HttpPort:
 
     async def _compute(self, request: web.Request) -> web.Response:
         self._check_ready()
-        async with self._received(request) as body:
-            room = self.config.max_pending_mib * 2**20 - self._jobs.pending_bytes
-            wanted, timeout_s = await asyncio.to_thread(parse_compute, body, room)
-            job = self._start(wanted, min(timeout_s or math.inf, self.config.timeout_s))
-        await asyncio.gather(*(answers.done.wait() for answers in job.results.values()))
+        async with self._received(request) as (body, share):
+            wanted, timeout_s = await asyncio.to_thread(parse_compute, body, share.take)
+            job = self._start(wanted, share, wanted.nbytes, min(timeout_s or math.inf, self.config.timeout_s))
+            del wanted, body  # what remains of them is the job's
+        try:
+            await asyncio.gather(*(answers.done.wait() for answers in job.results.values()))
+        finally:
+            self._jobs.forget(job)
         scores = {reward: answers.rows for reward, answers in job.results.items()}
-        return web.json_response(compute_answer(wanted.rewards, scores))
+        return web.json_response(compute_answer(list(scores), scores))
 
     def _check_ready(self) -> None:
         waiting = self._service.scorers.waiting_for()
         if waiting and not self._service.scorers.all_were_ready:
             raise Problem(503, "loading", f"still loading: {', '.join(waiting)}", retry_after_s=5)
 
-    def _start(self, wanted: ScoreRequest, timeout_s: float) -> Job:
-        """Raises Problem if this service does not do what is wanted, or has too much to do."""
+    def _start(self, wanted: ScoreRequest, share: Share, num_bytes: int, timeout_s: float) -> Job:
+        """The job takes over the share, with what its media occupy. Raises Problem if this service does not do what is
+        wanted, or has too much to do."""
         offered = self._service.config.rewards
         unknown = [name for name in wanted.rewards if name not in offered]
         if unknown:
             raise Problem(422, "unknown_reward", f"no reward {unknown[0][:80]!r} here; there are {', '.join(offered)}")
         decoder = self._decoder(wanted) if wanted.latents else None
-        self._reserve(wanted.nbytes)
-        return self._jobs.start(wanted, wanted.nbytes, timeout_s, decoder)
+        return self._jobs.start(wanted, share.pass_on(num_bytes), timeout_s, decoder)
 
     def _decoder(self, wanted: ScoreRequest) -> str:
         channels, known = wanted.media[0].shape[0], self._service.config.latent_decoders
@@ -276,32 +282,26 @@ class HttpPort:
             raise Problem(422, "no_decoder", f"latents of {channels} channels, and this service {have}: send pixels")
         return f"decode:{channels}"
 
-    def _reserve(self, num_bytes: int) -> None:
-        most = self.config.max_pending_mib * 2**20
-        if self._jobs.pending_bytes + num_bytes > most:
-            raise Problem(429, "full", f"more than {most} bytes of media wait to be scored", retry_after_s=5)
-        self._jobs.pending_bytes += num_bytes
-
     @contextlib.asynccontextmanager
-    async def _received(self, request: web.Request) -> AsyncIterator[memoryview]:
-        """The body, whose place is reserved before any of it is read."""
+    async def _received(self, request: web.Request) -> AsyncIterator[tuple[memoryview, Share]]:
+        """The body, and its share of the room, which is taken before any of it is read."""
         size, most = request.content_length, self.config.max_body_mib * 2**20
         if size is None:
             raise Problem(411, "length_required", "send Content-Length")
         if size > most:
             raise Problem(413, "too_large", f"a body of {size} bytes; {most} are allowed")
-        self._reserve(size)
+        share = self._room.share(size)
         try:
             body = bytearray()
             async with asyncio.timeout(SILENT_S) as patience:
                 async for chunk in request.content.iter_chunked(CHUNK_BYTES):
                     body += chunk
                     patience.reschedule(asyncio.get_running_loop().time() + SILENT_S)
-            yield memoryview(body)
+            yield memoryview(body), share
         except TimeoutError as error:
             raise Problem(408, "too_slow", f"no byte of the body for {SILENT_S:g} s") from error
         finally:
-            self._jobs.pending_bytes -= size
+            share.release()
 
 
 async def _at_most(seconds: float, answers: Answers) -> None:
