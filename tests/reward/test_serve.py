@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import selectors
 import signal
 import stat
 import subprocess
@@ -18,6 +19,7 @@ import yaml
 from wfm_ds.errors import RewardError
 from wfm_ds.pipes import wire
 from wfm_ds.pipes.client import PipeClient
+from wfm_ds.pipes.hub import Hub
 from wfm_ds.pipes.worker import TaskInHand
 from wfm_reward import registry, scorers, serve
 from wfm_reward.base import Range
@@ -285,15 +287,15 @@ def test_the_words_of_a_worker_that_has_ended_meanwhile_are_read(tmp_path):
     name = "probe_rewards:CannotLoad"
     hub = Hub(clients=f"ipc://{tmp_path}/c", workers=f"ipc://{tmp_path}/w", kinds={})
     with selectors.DefaultSelector() as selector:
-        scorers = Scorers(hub, {name: scorer(name, RewardConfig())}, selector)
+        pool = scorers.Scorers(hub, {name: scorers.scorer(name, RewardConfig())}, selector)
         try:
-            scorers.tend(0.0)
-            (state,) = scorers.states()
+            pool.tend(0.0)
+            (state,) = pool.states()
             os.waitid(os.P_PID, state.pid, os.WEXITED | os.WNOWAIT)
             with pytest.raises(RewardError, match="cannot start: the package rapidfoo is missing"):
-                scorers.tend(1.0)
+                pool.tend(1.0)
         finally:
-            scorers.stop()
+            pool.stop()
 
 
 def test_an_address_on_the_network_is_refused(tmp_path):

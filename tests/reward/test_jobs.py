@@ -1,0 +1,151 @@
+"""The jobs of the HTTP port over a real hub: what they keep, for how long, and when they end."""
+
+import asyncio
+import gc
+import threading
+import weakref
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from wfm_ds.pipes.hub import Hub, Kind
+from wfm_ds.pipes.worker import LeaseWorker
+from wfm_reward.web.jobs import Jobs
+from wfm_reward.web.problem import Problem
+from wfm_reward.web.request import ScoreRequest
+from wfm_reward.web.room import Room
+
+DEADLINE_S = 30.0
+
+
+class Pixels(np.ndarray):
+    """An array that can be watched."""
+
+
+def request_of(count):
+    media = [np.full((4, 4, 3), i, np.uint8).view(Pixels) for i in range(count)]
+    return ScoreRequest(("mean",), ["x"] * count, [{}] * count, [None] * count, media, False, {"of": count})
+
+
+@contextmanager
+def a_hub(tmp_path, handle, kind="score:mean"):
+    """Its endpoint for clients; one worker in a thread."""
+    hub = Hub(clients=f"ipc://{tmp_path}/c", workers=f"ipc://{tmp_path}/w", kinds={kind: Kind(60.0, {})})
+    hub.start()
+    worker = LeaseWorker(hub.worker_endpoint, worker="w", name="w", kinds=[kind])
+    thread = threading.Thread(target=worker.run, args=(handle,), daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        worker.stop()
+        thread.join(DEADLINE_S)
+        hub.stop(0.0)
+
+
+def means(task, _):
+    return {"scores": [(float(t.mean()), None, {}) for t in task.tensors()]}
+
+
+def with_jobs(hub, ttl_s, use):
+    """Run `use(jobs, room)` in an event loop."""
+
+    async def main():
+        jobs, room = Jobs(hub.client_endpoint, {"mean": 1}, ttl_s, None), Room(10000)
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await use(jobs, room)
+        finally:
+            await asyncio.to_thread(jobs.close)
+
+    asyncio.run(main())
+
+
+async def until(condition):
+    """Within with_jobs' deadline."""
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def test_media_are_let_go_when_they_are_scored_and_the_scores_stay(tmp_path):
+    async def use(jobs, room):
+        request = request_of(2)
+        watched = [weakref.ref(array) for array in request.media]
+        job = jobs.start(request, room.share(96), DEADLINE_S, None)
+        del request
+        await job.results["mean"].done.wait()
+        await until(lambda: room.taken == 0)
+        await until(lambda: gc.collect() >= 0 and not any(ref() is not None for ref in watched))
+        assert [value for value, _, _ in jobs.find(job.id).results["mean"].rows] == [0.0, 1.0]
+        assert job.info == {"of": 2}
+
+    with a_hub(tmp_path, means) as hub:
+        with_jobs(hub, 1000.0, use)
+
+
+def test_a_new_job_ends_those_that_nobody_has_pulled(tmp_path):
+    async def use(jobs, room):
+        first = jobs.start(request_of(1), room.share(48), DEADLINE_S, None)
+        await until(lambda: first.finished_at_s is not None)
+        second = jobs.start(request_of(1), room.share(48), DEADLINE_S, None)
+        assert list(jobs._jobs) == [second.id]
+        jobs.forget(second)
+        with pytest.raises(Problem) as problem:
+            jobs.find(second.id)
+        assert problem.value.status == 404
+        await until(lambda: second.finished_at_s is not None)
+
+    with a_hub(tmp_path, means) as hub:
+        with_jobs(hub, 1e-9, use)
+
+
+def test_after_its_deadline_a_job_keeps_what_is_scored_and_waits_for_no_worker(tmp_path):
+    go_on = threading.Event()
+
+    def handle(task, progress):
+        if task.tensors()[0].any():
+            go_on.wait(DEADLINE_S)
+        return means(task, progress)
+
+    async def use(jobs, room):
+        job = jobs.start(request_of(3), room.share(144), DEADLINE_S, None)
+        await until(lambda: len(jobs._pieces) == 2)
+        jobs._give_up(list(jobs._pieces))  # what its timer does
+        await job.results["mean"].done.wait()
+        values, failures, _ = zip(*job.results["mean"].rows, strict=True)
+        assert (values[1:], failures[1:]) == ((None, None), ("deadline", "deadline"))
+        assert (values[0], failures[0]) == (0.0, None)
+        await until(lambda: room.taken == 0)
+
+    with a_hub(tmp_path, handle) as hub:
+        try:
+            with_jobs(hub, 1000.0, use)
+        finally:
+            go_on.set()
+
+
+def test_a_video_that_is_decoded_too_late_is_removed(tmp_path):
+    begun, go_on, path = threading.Event(), threading.Event(), tmp_path / "late.npy"
+
+    def handle(task, _):
+        begun.set()
+        go_on.wait(DEADLINE_S)
+        path.touch()
+        return {"videos": [(str(path), None, {})]}
+
+    async def use(jobs, room):
+        job = jobs.start(request_of(1), room.share(48), DEADLINE_S, "decode:16")
+        assert await asyncio.to_thread(begun.wait, DEADLINE_S)
+        jobs._give_up(list(jobs._pieces))  # what its timer does
+        await job.results["mean"].done.wait()
+        assert job.results["mean"].rows == [(None, "deadline", {})]
+        go_on.set()
+        await until(path.exists)
+        await until(lambda: not path.exists())
+
+    with a_hub(tmp_path, handle, "decode:16") as hub:
+        try:
+            with_jobs(hub, 1000.0, use)
+        finally:
+            go_on.set()
