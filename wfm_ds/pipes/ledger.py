@@ -282,6 +282,11 @@ class Ledger:
     def knows_worker(self, worker: str) -> bool:
         return worker in self._workers
 
+    def owner_of(self, task_id: str) -> str | None:
+        """Who submitted it; None if it is unknown or gone."""
+        entry = self._entries.get(task_id)
+        return entry.task.owner if entry is not None else None
+
     def check(self) -> None:
         """Assert the invariants. Tests call it after every event."""
         states = Counter(entry.state for entry in self._entries.values())
