@@ -27,7 +27,9 @@ log = logging.getLogger(__name__)
 RUN_FILES = ("recipe.yaml", "metrics.jsonl", "result.json")
 CHECKPOINTS = "checkpoints"
 REWARD = "reward"  # the services' log, which a run that failed before its first step leaves
-RUN_FOLDERS = ("tensorboard", "samples", "safetensors", CHECKPOINTS, "logs", REWARD)
+POLICY = "policy"  # weights for the workers of an async run, while it runs
+ROLLOUT = "rollout"  # where these workers find the run
+RUN_FOLDERS = ("tensorboard", "samples", "safetensors", CHECKPOINTS, "logs", REWARD, POLICY, ROLLOUT)
 LOCK = ".lock"
 ELSEWHERE = "set run.output_dir to another folder, or pass --overwrite to replace that run"
 
@@ -38,6 +40,8 @@ MAY_CHANGE = (
     *("engine.deepspeed", "engine.micro_batch_size", "engine.gradient_accumulation", "engine.max_forward_batch"),
     "engine.guard",
     *("reward.spawn", "reward.endpoint", "reward.timeout_s", "reward.start_timeout_s"),
+    *("rollout.spawn", "rollout.devices", "rollout.bind", "rollout.in_flight"),
+    *("rollout.lost_after_s", "rollout.timeout_s"),
 )
 # Which images are held out decides which are trained on.
 MAY_NOT_CHANGE = ("validation.path", "validation.holdout")

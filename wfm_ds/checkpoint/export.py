@@ -63,14 +63,17 @@ def export(
     dtype: torch.dtype,
     is_main: bool,
     shard_bytes: int = SHARD_BYTES,
+    trained_only: bool = False,
 ) -> Path:
     """Write the weights of `policy` in diffusers' format; every rank calls it, with the same arguments.
 
     A LoRA run gets `out/lora/model.safetensors` (always float32; for a second expert `model_2.safetensors` too) and
     `adapter_config.json`; a full run makes `out` a pipeline folder: the denoiser in `dtype`, in files of at most
     `shard_bytes` of which one at a time is in memory, everything else shared with `target.base`. `out` is complete or
-    absent; an earlier export there is replaced. Returns the LoRA folder or the pipeline folder. Raises UserError on
-    rank 0 if the tensors are not those of the target, are not finite, or if `out` cannot be written.
+    absent; an earlier export there is replaced. `trained_only`: a full run leaves out what training does not change, so
+    that `out` is no pipeline; and an adapter that changes nothing is no news. Returns the LoRA folder or the pipeline
+    folder. Raises UserError on rank 0 if the tensors are not those of the target, are not finite, or if `out` cannot be
+    written.
     """
     result = out / LORA_FOLDER if source.lora else out
     stream = source.named_full_tensors(policy)
@@ -81,18 +84,26 @@ def export(
         with new_export(out, target.base) as making:
             if source.lora:
                 settings = adapter_settings(source.lora_config(), target.base)
-                write_lora(_by_part(_here(stream), target.parts), settings, making / LORA_FOLDER, shapes=target.shapes)
+                adapters = _by_part(_here(stream), target.parts)
+                folder = making / LORA_FOLDER
+                write_lora(adapters, settings, folder, shapes=target.shapes, warn_idle=not trained_only)
             else:
-                share_unchanged(target.base, making, changed=target.parts)
-                if target.call:
-                    (making / CALL).unlink(missing_ok=True)  # it may be a link to the base model's
-                    (making / CALL).write_text(call_json(target.base, target.call), encoding="utf-8")
+                if not trained_only:
+                    _share_pipeline(target, making)
                 for part, tensors in _by_part(_here(stream), target.parts):
                     _write_denoiser(target, part, tensors, making, dtype, shard_bytes)
     finally:
         _exhaust(stream)
-    log.info("exported the %s weights to %s", policy, result)
+    log.log(logging.DEBUG if trained_only else logging.INFO, "exported the %s weights to %s", policy, result)
     return result
+
+
+def _share_pipeline(target: ExportTarget, making: Path) -> None:
+    """All of the pipeline that training did not change."""
+    share_unchanged(target.base, making, changed=target.parts)
+    if target.call:
+        (making / CALL).unlink(missing_ok=True)  # it may be a link to the base model's
+        (making / CALL).write_text(call_json(target.base, target.call), encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -185,6 +196,7 @@ def write_lora(
     folder: Path,
     *,
     shapes: Callable[[str], Mapping[str, torch.Size]] | None,
+    warn_idle: bool = True,
 ) -> None:
     """The new folder of a LoRA that diffusers loads: the tensors of each part, and adapter_config.json.
 
@@ -196,7 +208,7 @@ def write_lora(
     folder.mkdir()
     for part, tensors in adapters:
         adapter = {name: tensor.detach().to(torch.float32, copy=True).contiguous() for name, tensor in tensors}
-        _check_adapter(adapter, None if shapes is None else shapes(part), int(settings["r"]))
+        _check_adapter(adapter, None if shapes is None else shapes(part), int(settings["r"]), warn_idle)
         file = folder / LORA_FILES[part]
         save_file({f"{LORA_PREFIX}.{name}": value for name, value in adapter.items()}, file, metadata=header)
         atomic.sync(file)
@@ -220,7 +232,9 @@ def _implied_weight(pair: Mapping[str, Tensor]) -> torch.Size | None:
     return torch.Size([len(pair["B"]), *pair["A"].shape[1:]]) if len(pair) == 2 else None
 
 
-def _check_adapter(adapter: Mapping[str, Tensor], expected: Mapping[str, torch.Size] | None, rank: int) -> None:
+def _check_adapter(
+    adapter: Mapping[str, Tensor], expected: Mapping[str, torch.Size] | None, rank: int, warn_idle: bool
+) -> None:
     """Every tensor must belong to a pair A, B that fits a weight of the bare denoiser. Raises ModelError."""
     pairs: dict[str, dict[str, Tensor]] = {}
     for name, tensor in adapter.items():
@@ -236,7 +250,7 @@ def _check_adapter(adapter: Mapping[str, Tensor], expected: Mapping[str, torch.S
         if weight is None or shapes != adapter_shapes(weight, rank):
             of = "no such layer" if weight is None else f"a layer {list(weight)}"
             raise ModelError(f"{module}: LoRA tensors {shapes} of rank {rank} do not fit {of}: the export was given up")
-    if not any(bool(pair["B"].any()) for pair in pairs.values()):
+    if warn_idle and not any(bool(pair["B"].any()) for pair in pairs.values()):
         log.warning("all lora_B are zero: this adapter changes nothing (no optimizer step was applied yet?)")
 
 
