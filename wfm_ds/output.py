@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 
 RUN_FILES = ("recipe.yaml", "metrics.jsonl", "result.json")
 CHECKPOINTS = "checkpoints"
-REWARD = "reward"  # the services' log, which a run that failed before its first step leaves
+REWARD = "reward"  # the service's log, which a run that failed before its first step leaves
 POLICY = "policy"  # weights for the workers of an async run, while it runs
-ROLLOUT = "rollout"  # where these workers find the run
+ROLLOUT = "rollout"  # where these workers find the run, and the logs of those that it starts, which stay too
 RUN_FOLDERS = ("tensorboard", "samples", "safetensors", CHECKPOINTS, "logs", REWARD, POLICY, ROLLOUT)
 LOCK = ".lock"
 ELSEWHERE = "set run.output_dir to another folder, or pass --overwrite to replace that run"
@@ -113,7 +113,7 @@ def named_start(recipe: Recipe, world_size: int) -> Start:
 
 def require_own_names_free(folder: Path) -> None:
     """A run writes into these folders, and removes them if it fails before its first step."""
-    taken = [name for name in RUN_FOLDERS if name != REWARD and (folder / name).exists()]
+    taken = [name for name in RUN_FOLDERS if name not in (REWARD, ROLLOUT) and (folder / name).exists()]
     if taken:
         raise RecipeError(
             f"run.output_dir {folder} holds {', '.join(taken)} and no run that these belong to: set run.output_dir to "

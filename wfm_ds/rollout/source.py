@@ -80,6 +80,7 @@ class AsyncSource:
         if step >= self.job.recipe.run.steps:
             if self.service is not None:
                 self.service.hub.dismiss_workers("the run is complete")
+                self.publisher.remove()
             return
         with self.job.timer("publish"):
             self.publisher.publish(step)
