@@ -134,7 +134,9 @@ def test_package_stays_free_of_heavy_libraries(package):
     assert wrong == []
 
 
-@pytest.mark.parametrize("loop", ["sft", "rl", "validation", "job", "rollout.colocated", "rollout.source", "rollout.worker"])
+@pytest.mark.parametrize(
+    "loop", ["sft", "rl", "validation", "job", "rollout.colocated", "rollout.source", "rollout.worker"]
+)
 def test_loops_name_no_algorithm_and_no_family(loop):
     text = SOURCES[f"wfm_ds.{loop}"].read_text()
     assert not re.search(r"if .*(\.name ==|isinstance\(.*model)|diffusion_nft|stable.?diffusion", text, re.IGNORECASE)
