@@ -58,6 +58,7 @@ setup(
     ],
     extras_require={
         "reward-ocr": ["rapidocr-onnxruntime>=1.4.4"],
+        "reward-http": ["aiohttp>=3.9", "prometheus-client"],  # the service's HTTP port
         "s3": ["s3fs"],
         "fp8": ["transformer-engine[pytorch]"],  # CUDA machines only
         "bench": ["matplotlib"],
@@ -75,6 +76,8 @@ setup(
             "types-PyYAML",
             "types-psutil",
             "rapidocr-onnxruntime>=1.4.4",
+            "aiohttp>=3.9",
+            "prometheus-client",
             "triton>=3.6; platform_system == 'Linux'",  # its interpreter and compiler; torch for CUDA brings it
         ],
     },

@@ -1,10 +1,11 @@
-"""Time and memory of writing weights for diffusers: `python -m benchmarks.export [--layers 10]`.
+"""Time and memory of writing weights for diffusers: `python -m benchmarks.export [--layers 6]`.
 
-Two ranks on a CPU train a random SD3 transformer for one step at ZeRO-3 and save it, with our checkpoint and with
-DeepSpeed's own. Then, each in a process of its own whose peak memory is its resident set:
+Two ranks on a CPU hold a random SD3 transformer and AdamW's moments at ZeRO-3 and save it, with our checkpoint and with
+DeepSpeed's own. Then, each in a process of its own, which reports its largest resident set (mapped files included) and
+its processor time:
 
-    convert      `wfm_ds.convert` of our checkpoint: one shard of 1 GiB in memory
-    DeepSpeed    its zero_to_fp32 and diffusers' save_pretrained
+    convert      `wfm_ds.convert` of our checkpoint: one tensor in memory
+    deepspeed    its zero_to_fp32 and diffusers' save_pretrained
     imports      neither: what the libraries take alone
 
 The export of the live run is measured on rank 0, as what it adds to the rank's memory. Exit code 1 if the exports do
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import importlib
 import json
 import os
@@ -25,19 +27,22 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import report
 from wfm_ds.world import free_port
 
+if TYPE_CHECKING:
+    from wfm_ds.engine import DenoiserEngine
+
 RANKS = 2
 EXPORTS = ("by_deepspeed", "by_convert", "live")
-LIVE, SMALL_BUCKETS = "live.json", "zero3_small_buckets.json"
+LIVE, SELF, SMALL_BUCKETS = "live.json", "self.json", "zero3_small_buckets.json"
 HEADS = 24  # the width of SD3.5 medium
 
 
 def config(layers: int) -> dict[str, Any]:
-    """SD3.5 medium with fewer layers; 10 of them are half a billion parameters."""
+    """SD3.5 medium with fewer layers; 6 of them are half a billion parameters."""
     return {
         "num_layers": layers,
         "attention_head_dim": 64,
@@ -50,20 +55,27 @@ def config(layers: int) -> dict[str, Any]:
     }
 
 
-def write_base(folder: Path, layers: int) -> int:
-    """A pipeline folder with nothing but the transformer; its number of parameters."""
+def write_base(folder: Path, layers: int) -> None:
+    """A pipeline folder with nothing but the transformer."""
     from diffusers import SD3Transformer2DModel
 
     folder.mkdir()
     index = {"_class_name": "StableDiffusion3Pipeline", "transformer": ["diffusers", "SD3Transformer2DModel"]}
     (folder / "model_index.json").write_text(json.dumps(index))
-    transformer = SD3Transformer2DModel(**config(layers))
+    transformer = SD3Transformer2DModel(**config(layers)).bfloat16()  # small to load; what is trained is float32
     transformer.save_pretrained(folder / "transformer")
-    return sum(p.numel() for p in transformer.parameters())
 
 
-def train_and_save(folder: Path) -> None:
-    """One rank: a step, the export of the live weights, and both checkpoints."""
+def num_parameters(layers: int) -> int:
+    import torch
+    from diffusers import SD3Transformer2DModel
+
+    with torch.device("meta"):
+        return sum(p.numel() for p in SD3Transformer2DModel(**config(layers)).parameters())
+
+
+def save(folder: Path) -> None:
+    """One rank: the engine, the export of its weights, and both checkpoints."""
     import torch
     from diffusers import SD3Transformer2DModel
 
@@ -76,11 +88,14 @@ def train_and_save(folder: Path) -> None:
     from wfm_ds.world import World
 
     world = World.join()
-    denoiser = SD3Transformer2DModel.from_pretrained(folder / "base" / "transformer", low_cpu_mem_usage=True)
+    dtype = torch.bfloat16  # of what computes; what is saved and exported are the float32 masters
+    denoiser = SD3Transformer2DModel.from_pretrained(
+        folder / "base" / "transformer", low_cpu_mem_usage=True, torch_dtype=dtype
+    )
     recipe = Recipe.model_validate(
         {
             "run": {"output_dir": str(folder), "steps": 1},
-            "model": {"path": str(folder / "base"), "dtype": "float32"},
+            "model": {"path": str(folder / "base"), "dtype": "bfloat16"},
             "engine": {"deepspeed": str(folder / SMALL_BUCKETS)},
             "data": {"kind": "paired", "path": "unused"},
             "sampling": {"height": 64, "width": 64},
@@ -90,32 +105,45 @@ def train_and_save(folder: Path) -> None:
     engine = DenoiserEngine.build(
         denoiser, recipe, world, lora_targets=(), policies=frozenset(), accumulation=1, total_updates=1
     )
-    velocity = engine.forward_module(
-        hidden_states=torch.randn(1, 16, 8, 8),
-        timestep=torch.tensor([500.0]),
-        encoder_hidden_states=torch.randn(1, 4, 4096),
-        pooled_projections=torch.randn(1, 2048),
-        return_dict=False,
-    )[0]
-    engine.backward(velocity.square().mean(), num_terms=world.size)
-    engine.step()
-
+    fill_optimizer(engine)
     target = ExportTarget((folder / "base").absolute(), ("transformer",))
     before, began = resident_mib("VmRSS"), time.perf_counter()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     export(target, engine, folder / "live", policy="train", dtype=torch.float32, is_main=world.is_main)
     live = {"seconds": time.perf_counter() - began, "peak MiB": resident_mib("VmHWM") - before}
-    state = capture(engine, {}, target, torch.float32)
-    store.Save(folder / "ours", 1, world, state.write, facts={}, keep=1).commit()
+
+    def write(making: Path) -> list[Path]:
+        with (folder / "turn").open("w") as turn:  # one rank after the other: a laptop has not room for both copies
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            return capture(engine, {}, target, torch.float32).write(making)
+
+    store.Save(folder / "ours", 1, world, write, facts={}, keep=1).commit()
     engine.ds.save_checkpoint(str(folder / "theirs"))
     if world.is_main:
         (folder / LIVE).write_text(json.dumps(live))
 
 
-def write_small_buckets(file: Path) -> None:
-    """ZeRO-3 without the gigabytes that its default buckets take of a laptop."""
-    elements = {"reduce_bucket_size": 2e7, "stage3_prefetch_bucket_size": 2e7, "stage3_max_live_parameters": 1e8}
-    file.write_text(json.dumps({"zero_optimization": {"stage": 3, **elements}}))
+def fill_optimizer(engine: DenoiserEngine) -> None:
+    """What a step would leave: moments, here zeros that take no memory while nobody writes to them, and weights that
+    are not the base's."""
+    import numpy as np
+    import torch
+
+    for state, master in zip(engine.shards.optimizer_states(), engine.shards.masters(), strict=True):
+        moments = {name: torch.from_numpy(np.zeros(len(master), np.float32)) for name in ("exp_avg", "exp_avg_sq")}
+        state |= {"step": torch.tensor(1.0), **moments}
+        master.mul_(1.01)
+
+
+def write_small_buckets(file: Path, stage: int = 3) -> None:
+    """ZeRO without the gigabytes that its default buckets take of a laptop."""
+    elements = {"reduce_bucket_size": 2e7}
+    if stage == 3:
+        elements |= {"stage3_prefetch_bucket_size": 2e7, "stage3_max_live_parameters": 1e8}
+        elements["sub_group_size"] = (
+            5e7  # of the optimizer's steps, the first of which is taken when the engine is made
+        )
+    file.write_text(json.dumps({"zero_optimization": {"stage": stage, **elements}}))
 
 
 def resident_mib(what: str) -> float:
@@ -147,7 +175,7 @@ def imports(folder: Path) -> None:
         importlib.import_module(name)
 
 
-ROLES = {"rank": train_and_save, "deepspeed": by_deepspeed, "convert": by_convert, "imports": imports}
+ROLES = {"rank": save, "deepspeed": by_deepspeed, "convert": by_convert, "imports": imports}
 
 
 def child(role: str, folder: Path, **environment: str) -> subprocess.Popen[bytes]:
@@ -155,7 +183,7 @@ def child(role: str, folder: Path, **environment: str) -> subprocess.Popen[bytes
     return subprocess.Popen(command, env={**os.environ, **environment}, stdout=sys.stderr)
 
 
-def train(folder: Path) -> None:
+def save_on_all_ranks(folder: Path) -> None:
     everyone = {"WORLD_SIZE": str(RANKS), "LOCAL_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1"}
     port = str(free_port())
     ranks = [
@@ -166,15 +194,19 @@ def train(folder: Path) -> None:
         raise SystemExit("a rank failed")
 
 
-def measured(role: str, folder: Path) -> dict[str, Any]:
-    """Seconds and the largest resident set of a process that does it alone."""
+def measured(role: str, folder: Path) -> dict[str, float]:
+    """Seconds, and what the process says of itself: its own high-water mark, because the one that its parent could ask
+    for (ru_maxrss) begins with the parent's memory."""
     began = time.perf_counter()
-    process = child(role, folder)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
+    if child(role, folder).wait():
         raise SystemExit(f"{role} failed")
-    return {"seconds": time.perf_counter() - began, "peak MiB": usage.ru_maxrss / 1024}
+    seconds = time.perf_counter() - began
+    return {"seconds": seconds, **json.loads((folder / SELF).read_text())}
+
+
+def report_self(folder: Path) -> None:
+    own = os.times()
+    (folder / SELF).write_text(json.dumps({"processor s": own.user + own.system, "peak MiB": resident_mib("VmHWM")}))
 
 
 def same_weights(folder: Path) -> bool:
@@ -205,7 +237,7 @@ def equal_files(want: Mapping[str, Any], got: Mapping[str, Any]) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.export", description="Measure exports of a random model.")
-    parser.add_argument("--layers", type=int, default=10, help="10 (default): half a billion parameters")
+    parser.add_argument("--layers", type=int, default=6, help="6 (default): half a billion parameters")
     parser.add_argument("--repeats", type=int, default=3, help="of each conversion, in turn (default 3)")
     parser.add_argument("--no-write", action="store_true", help="print only")
     parser.add_argument("--role", choices=ROLES, help=argparse.SUPPRESS)
@@ -213,12 +245,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.role:
         ROLES[options.role](options.folder)
+        if options.role != "rank":
+            report_self(options.folder)
         return 0
     with tempfile.TemporaryDirectory(prefix="wfm-export-") as name:
         folder = Path(name)
-        parameters = write_base(folder / "base", options.layers)
+        write_base(folder / "base", options.layers)
         write_small_buckets(folder / SMALL_BUCKETS)
-        train(folder)
+        save_on_all_ranks(folder)
         runs: dict[str, list[dict[str, float]]] = {"convert": [], "deepspeed": [], "imports": []}
         for _ in range(options.repeats):
             for role, found in runs.items():
@@ -227,6 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stderr.write("the exports differ: nothing is reported\n")
             return 1
         runs["export of the live run, added to rank 0"] = [json.loads((folder / LIVE).read_text())]
+    parameters = num_parameters(options.layers)
     rows = [{"what": what, "parameters": parameters, **spread(found)} for what, found in runs.items()]
     sys.stdout.write(report.table(rows) + "\n")
     if not options.no_write:

@@ -28,7 +28,7 @@ from wfm_ds.algorithms import build_rl
 from wfm_ds.derived import Derived, derive
 from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.flops import Flops, count_flops, work_of
-from wfm_ds.forwards import Forwards, added, evaluation, rl_step, sft_step
+from wfm_ds.forwards import Forwards, added, evaluation, guided_by, rl_step, sft_step
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.policy import add_adapters
 from wfm_ds.preflight import load_model
@@ -99,7 +99,8 @@ def step_forwards(recipe: Recipe, derived: Derived, model: DiffusionModel) -> li
     if not recipe.is_rl:
         return [sft_step(recipe, derived)]
     algorithm = build_rl(recipe, model.sigmas(recipe.sampling.steps, latent_shape(recipe, model)))
-    return [rl_step(recipe, derived, algorithm, step) for step in range(1, recipe.run.steps + 1)]
+    guided = guided_by(recipe, model.stage_of)
+    return [rl_step(recipe, derived, algorithm, step, guided=guided) for step in range(1, recipe.run.steps + 1)]
 
 
 def flops_of_sample(recipe: Recipe, subject: Subject) -> Flops:
@@ -116,7 +117,7 @@ def flops_of_sample(recipe: Recipe, subject: Subject) -> Flops:
     return count_flops(model, shape, texts, checkpointing=recipe.model.gradient_checkpointing)
 
 
-def cost(steps: Sequence[Mapping[str, Forwards]], flops: Flops, world_size: int) -> list[dict[str, Any]]:
+def cost(steps: Sequence[Mapping[str, Forwards]], flops: Flops, num_replicas: int) -> list[dict[str, Any]]:
     """One row a purpose, and their sum; means over the steps. Forwards are those of one rank, the rest of all ranks."""
     sums = added(*steps)
     found: list[dict[str, Any]] = []
@@ -125,9 +126,9 @@ def cost(steps: Sequence[Mapping[str, Forwards]], flops: Flops, world_size: int)
             {
                 "purpose": purpose,
                 "forwards a rank": sums[purpose].calls / len(steps),
-                "samples": sums[purpose].samples * world_size / len(steps),
-                "forward FLOP": work.forward * world_size / len(steps),
-                "backward FLOP": (work.backward + work.recompute) * world_size / len(steps),
+                "samples": sums[purpose].samples * num_replicas / len(steps),
+                "forward FLOP": work.forward * num_replicas / len(steps),
+                "backward FLOP": (work.backward + work.recompute) * num_replicas / len(steps),
             }
         )
     totals = {key: sum(row[key] for row in found) for key in found[0] if key != "purpose"}
@@ -153,39 +154,50 @@ class Count:
 
     recipe: Recipe
     title: str
-    world_size: int
+    derived: Derived
     steps: Sequence[Mapping[str, Forwards]]  # of one rank
     flops: Flops
+    guided_steps: int  # of an evaluation's denoise steps
 
     @classmethod
     def of(cls, recipe: Recipe, subject: Subject, world_size: int) -> Count:
-        steps = step_forwards(recipe, derive(recipe, world_size), subject.model)
-        return cls(recipe, subject.title, world_size, steps, flops_of_sample(recipe, subject))
+        derived = derive(recipe, world_size)
+        steps = step_forwards(recipe, derived, subject.model)
+        grid = subject.model.sigmas(recipe.sampling.eval_steps, latent_shape(recipe, subject.model))
+        guided_steps = sum(map(guided_by(recipe, subject.model.stage_of), grid[:-1].tolist()))
+        return cls(recipe, subject.title, derived, steps, flops_of_sample(recipe, subject), guided_steps)
 
     def report(self) -> str:
         """The cost of one sample, of an evaluation, and of a step by purpose."""
         recipe, size, flops = self.recipe, self.recipe.sampling, self.flops
         validation = recipe.validation
         num_images = 0 if recipe.is_rl else validation.num_images
-        evaluated = evaluation(recipe, self.world_size, num_prompts=validation.num_prompts, num_images=num_images)
-        work = sum(w.total for w in work_of(evaluated, flops).values()) * self.world_size
+        replicas = self.derived.num_replicas
+        evaluated = evaluation(
+            recipe,
+            replicas,
+            num_prompts=validation.num_prompts,
+            num_images=num_images,
+            guided_steps=self.guided_steps,
+        )
+        work = sum(w.total for w in work_of(evaluated, flops).values()) * replicas
         recomputed = f" and {with_prefix(flops.recompute)}FLOP recomputed" if flops.recompute else ""
         lines = [
             f"{self.title}, {size.height} x {size.width} x {size.num_frames}, {recipe.algorithm.name}, "
-            f"{'LoRA' if recipe.lora else 'all weights'}, {self.world_size} ranks",
+            f"{'LoRA' if recipe.lora else 'all weights'}, {self.derived.replicas}",
             f"one sample: forward {with_prefix(flops.forward)}FLOP, "
             f"backward {with_prefix(flops.backward)}FLOP{recomputed}",
             f"one evaluation: {with_prefix(work)}FLOP",
             f"one {'RL' if recipe.is_rl else 'optimizer'} step"
             + (f", mean of {len(self.steps)}" if len(self.steps) > 1 else ""),
             "",
-            table([readable(row) for row in cost(self.steps, flops, self.world_size)]),
+            table([readable(row) for row in cost(self.steps, flops, replicas)]),
         ]
         return "\n".join(lines)
 
     def row(self, name: str) -> dict[str, str]:
         """The same in one line of a table."""
-        *purposes, total = cost(self.steps, self.flops, self.world_size)
+        *purposes, total = cost(self.steps, self.flops, self.derived.num_replicas)
         forwards = ", ".join(f"{row['purpose']} {row['forwards a rank']:,.6g}" for row in purposes)
         size = self.recipe.sampling
         return {

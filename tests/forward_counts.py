@@ -7,7 +7,7 @@ import torch
 from wfm_ds import recipe_file
 from wfm_ds.algorithms import build_rl
 from wfm_ds.derived import derive
-from wfm_ds.forwards import added, evaluation, rl_step, sft_step
+from wfm_ds.forwards import added, evaluation, guided_by, rl_step, sft_step
 from wfm_ds.models import registry
 
 TAG = "perf/forwards_"
@@ -24,14 +24,19 @@ def predicted(folder, world_size, *, num_images=0):
     """The same of the recipe that the run in `folder` resolved."""
     recipe = recipe_file.load(folder / "recipe.yaml")
     derived, size = derive(recipe, world_size), recipe.sampling
+    model = registry.load(recipe.model.path, dtype=torch.float32, device="cpu")
+    guided, shape = guided_by(recipe, model.stage_of), model.latent_shape(size.height, size.width, size.num_frames)
+    guided_steps = sum(guided(float(sigma)) for sigma in model.sigmas(size.eval_steps, shape)[:-1])
     if recipe.is_rl:
-        model = registry.load(recipe.model.path, dtype=torch.float32, device="cpu")
-        grid = model.sigmas(size.steps, model.latent_shape(size.height, size.width, size.num_frames))
+        grid = model.sigmas(size.steps, shape)
         algorithm = build_rl(recipe, grid)
     every, steps = recipe.validation.every, []
     for step in range(1, recipe.run.steps + 1):
-        trained = rl_step(recipe, derived, algorithm, step) if recipe.is_rl else sft_step(recipe, derived)
-        validated = evaluation(recipe, world_size, num_prompts=MANY, num_images=num_images)
+        trained = (
+            rl_step(recipe, derived, algorithm, step, guided=guided) if recipe.is_rl else sft_step(recipe, derived)
+        )
+        replicas = derived.num_replicas
+        validated = evaluation(recipe, replicas, num_prompts=MANY, num_images=num_images, guided_steps=guided_steps)
         forwards = added(trained, validated if every and step % every == 0 else {})
         steps.append({purpose: f.calls for purpose, f in forwards.items()})
     return steps

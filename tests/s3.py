@@ -1,4 +1,4 @@
-"""An S3 server on this machine (moto, in a thread), and a proxy before it that cuts connections."""
+"""An S3 server on this machine (moto, in a thread), and proxies before it: one cuts answers, one fails with uploads."""
 
 import contextlib
 import socket
@@ -28,6 +28,16 @@ def s3_server():
         yield url, client
     finally:
         server.stop()
+
+
+def use(url, key="key", secret="secret"):
+    """What this process and its children need to reach the server; no connection is left from before."""
+    import os
+
+    import fsspec
+
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    os.environ |= dict(zip(VARIABLES, (key, secret, url, "us-east-1"), strict=True))
 
 
 class CuttingProxy:
@@ -76,3 +86,58 @@ class CuttingProxy:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
+
+
+class FaultyProxy(CuttingProxy):
+    """Passes requests on; each of the counters makes as many uploads fail, in its own way."""
+
+    def __init__(self, url):
+        self.upload_cuts = 0  # closed in mid-request
+        self.errors = 0  # answered 500, Internal Server Error
+        self.flips = 0  # passed on with another byte
+        self.gone = False  # nobody listens behind it
+        self.gone_at, self.pass_first = None, 0  # it is, at an upload of such a name, of which the first ones pass
+        self.num_failed, self.copies = 0, 0
+        super().__init__(url)
+
+    def _pass_on(self, source, target):
+        passed = 0
+        with contextlib.suppress(OSError):
+            while (part := source.recv(65536)) and not self._counted(part).gone:
+                passed += len(part)
+                if self.errors > 0 and part.startswith(b"PUT "):
+                    self.errors, self.num_failed = self.errors - 1, self.num_failed + 1
+                    self._refuse(source, part)
+                    break
+                if self.upload_cuts > 0 and passed > self.min_bytes:
+                    self.upload_cuts, self.num_failed = self.upload_cuts - 1, self.num_failed + 1
+                    break
+                if self.flips > 0 and passed > self.min_bytes:
+                    self.flips, self.num_failed = self.flips - 1, self.num_failed + 1
+                    part = part[:-1] + bytes([part[-1] ^ 1])
+                target.sendall(part)
+        with contextlib.suppress(OSError):  # upon which _answer closes both
+            target.shutdown(socket.SHUT_RDWR)
+
+    def _counted(self, part):
+        if part.startswith(b"PUT "):
+            self.copies += b"x-amz-copy-source" in part.lower()
+            if self.gone_at is not None and self.gone_at in part.partition(b"\r\n")[0]:
+                self.pass_first -= 1
+                self.gone |= self.pass_first < 0
+        return self
+
+    def come_back(self):
+        self.gone, self.gone_at = False, None
+
+    @staticmethod
+    def _refuse(client, part):
+        """Take the whole request, so that its sender hears the answer."""
+        head, _, body = part.partition(b"\r\n\r\n")
+        lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+        left = int(lengths[0].partition(b":")[2]) - len(body)
+        if b"100-continue" in head.lower():
+            client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        while left > 0:
+            left -= len(client.recv(65536)) or left
+        client.sendall(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")

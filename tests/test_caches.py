@@ -13,7 +13,7 @@ from wfm_ds.caches import EmbeddingFile, Filler, drop_idle_encoders, latent_cach
 from wfm_ds.data.media import load_media
 from wfm_ds.data.order import BatchSource
 from wfm_ds.data.pixels import centre
-from wfm_ds.datasets import framing, load_data
+from wfm_ds.datasets import buckets_of, load_data
 from wfm_ds.errors import DataError, RecipeError
 from wfm_ds.models.base import NegativeText
 from wfm_ds.preflight import load_model
@@ -105,16 +105,16 @@ def test_guidance_needs_its_negative_texts(sft, root, tiny_pipelines, tmp_path):
 def test_cached_latents_stand_in_for_decoding_and_encoding(sft, images):
     recipe = sft()
     model, data = load_model(recipe, CPU), load_data(recipe)
-    cache, frames = latent_cache(recipe, model), framing(recipe)
+    cache, (frames,) = latent_cache(recipe, model), buckets_of(recipe, model).framings
     filled(recipe, model, data, 1)
     source = BatchSource(
         data.samples,
         global_batch=4,
         seed=0,
         shuffle=True,
-        framing=frames,
+        framings=[frames],
         max_bad_fraction=0.0,
-        cached=lambda media: cache.read(media.identity()),
+        cached=cache.read,
     )
     try:
         for sample in source.batch(1, 0, 1):
@@ -125,11 +125,10 @@ def test_cached_latents_stand_in_for_decoding_and_encoding(sft, images):
         source.close()
     (changed,) = [s for s in data.samples if s.id == data.samples[0].id]
     Image.new("RGB", (32, 32), "red").save(changed.media.path)
-    assert cache.read(changed.media.identity()) is None
-    assert (
-        latent_cache(sft("sampling.height=32", "sampling.width=32"), model).read(data.samples[1].media.identity())
-        is None
-    )
+    assert cache.read(changed.media, frames) is None
+    assert cache.read(data.samples[1].media, frames) is not None
+    larger = buckets_of(sft("sampling.height=32", "sampling.width=32"), model).framings[0]
+    assert cache.read(data.samples[1].media, larger) is None
 
 
 def test_bad_media_are_counted_up_to_the_limit(sft, images):
@@ -142,6 +141,20 @@ def test_bad_media_are_counted_up_to_the_limit(sft, images):
     assert (counts["bad"], counts["new"]) == (2, 4 + 5)
     with pytest.raises(DataError, match=r"2 media cannot be used, more than data\.max_bad_fraction 0\.2 of "):
         filled(sft("data.max_bad_fraction=0.2"), model, data, 1)
+
+
+def test_each_size_of_the_buckets_has_latents_of_its_own(sft, images):
+    Image.new("RGB", (32, 64), "red").save(images / "1.png")
+    recipe = sft("data.buckets=[[16, 16], [32, 16]]", "validation.holdout=0")
+    model, data = load_model(recipe, CPU), load_data(recipe)
+    filled(recipe, model, data, 2)
+    cache, (square, upright) = latent_cache(recipe, model), buckets_of(recipe, model).framings
+    for sample in data.samples:
+        here, elsewhere = (upright, square) if sample.id == "1" else (square, upright)
+        assert cache.read(sample.media, here).shape == (4, here.height // 2, here.width // 2)
+        assert cache.read(sample.media, elsewhere) is None
+    (again,) = filled(recipe, model, data, 1)
+    assert again["new"] == 0
 
 
 @pytest.mark.parametrize("override", ["data.cache_dir=null", "data.crop=random", "data.clip=random"])

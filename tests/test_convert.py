@@ -6,6 +6,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from peft import LoraConfig, get_peft_model_state_dict
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
@@ -244,8 +245,29 @@ def test_what_cannot_be_converted_is_one_sentence(full, model, tmp_path, capsys)
     assert "is no checkpoint" in refused(tmp_path / "nothing", out)
     assert "has no transformer" in refused(checkpoint, out, "--base", empty_pipeline(tmp_path))
     (checkpoint / file_name(1)).write_bytes(b"")
-    assert "is damaged" in refused(checkpoint, out)
+    assert "is damaged: wfm_rank00001.safetensors has 0 bytes instead of" in refused(checkpoint, out)
+    (checkpoint / file_name(1)).unlink()
+    assert "is damaged: wfm_rank00001.safetensors cannot be read (No such" in refused(checkpoint, out)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("kept", [None, {"base": "somewhere", "parts": ["transformer"], "call": {}}])
+def test_a_checkpoint_that_does_not_say_what_it_holds_is_refused(kept, full, tmp_path, capsys):
+    checkpoint, _ = full
+    path = checkpoint / file_name(0)
+    with safe_open(path, "pt") as file:
+        metadata = {name: text for name, text in file.metadata().items() if name != "export"}
+    if kept is not None:
+        metadata["export"] = json.dumps(kept)
+    save_file(load_file(path), path, metadata=metadata)
+    marker = json.loads((checkpoint / COMPLETE).read_text())
+    marker["files"][file_name(0)] = path.stat().st_size
+    (checkpoint / COMPLETE).write_text(json.dumps(marker))
+    code, text = run(capsys, checkpoint, tmp_path / "out")
+    lacking = "base, call, dtype, lora, parts" if kept is None else "dtype, lora"
+    assert (code, text.count("\n")) == (2, 1)
+    assert f"{checkpoint} does not say what its weights are to be exported as ({lacking}): continue its run" in text
+    assert not (tmp_path / "out").exists()
 
 
 def empty_pipeline(tmp_path):

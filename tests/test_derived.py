@@ -1,8 +1,10 @@
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wfm_ds.derived import derive
+from wfm_ds.derived import derive, num_replicas
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import Recipe
 
@@ -40,6 +42,50 @@ def test_shares_are_equal_or_refused_with_the_numbers(groups, size, updates, wor
         assert derive(recipe, world).samples_per_rank * world == groups * size
 
 
+def test_replicas_share_out_what_ranks_do_without_sequence_parallelism():
+    alone, shared = derive(nft(updates=2), 2), derive(nft(updates=2, sequence_parallel=4), 8)
+    assert shared == dataclasses.replace(alone, world_size=8, sequence_parallel=4)
+    assert (shared.num_replicas, shared.replicas, alone.replicas) == (2, "2 replicas of 4 ranks", "2 ranks")
+    assert shared.lines()[:2] == [
+        "ranks                      8 (2 replicas of 4 ranks)",
+        "samples per step           16 (8 a replica)",
+    ]
+    assert shared.lines()[2].startswith("training terms a replica   36 per")
+    assert alone.lines()[2].startswith("training terms a rank      36 per")
+    with pytest.raises(RecipeError, match=r"not divisible by 3 replicas of 2 ranks \* 1 algorithm"):
+        derive(nft(sequence_parallel=2), 6)
+
+
+def test_sequence_parallelism_divides_the_ranks_and_stays_on_a_node():
+    recipe = nft(sequence_parallel=4)
+    assert num_replicas(recipe, 16, ranks_per_node=8) == 4
+    with pytest.raises(
+        RecipeError, match=r"sequence_parallel 4 does not divide the 6 ranks: choose a divisor of 6, or"
+    ):
+        num_replicas(recipe, 6)
+    with pytest.raises(
+        RecipeError, match=r"does not divide the 2 ranks of a node: .* or a multiple of 4 ranks of a nod"
+    ):
+        num_replicas(recipe, 16, ranks_per_node=2)
+    with pytest.raises(RecipeError, match="does not divide the 2 ranks"):
+        derive(recipe, 2)
+
+
 def test_accumulation_is_derived_in_rl_and_may_not_be_set_too():
     with pytest.raises(RecipeError, match=r"engine\.gradient_accumulation is derived"):
         derive(nft(gradient_accumulation=2), world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "algorithm", "count"),
+    [
+        ({}, {"name": "diffusion_nft", "timestep_fraction": 0.5}, 5),
+        ({"solver": "flow_sde"}, {"name": "flow_grpo"}, 9),  # all but the last step are Gaussian draws
+        ({"solver": "flow_sde"}, {"name": "flow_grpo", "timestep_fraction": 0.01}, 1),
+        ({"solver": "edm_2ab"}, {"name": "ddrl", "train_on": [0, 3, -1]}, 3),
+    ],
+)
+def test_each_algorithm_says_on_how_many_noise_levels_a_sample_is_trained(sampling, algorithm, count):
+    values = nft().model_dump(mode="json") | {"algorithm": algorithm}
+    values["sampling"] |= sampling
+    assert derive(Recipe.model_validate(values), world_size=2).terms_per_rank == 8 * count

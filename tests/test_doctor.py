@@ -151,6 +151,12 @@ def test_samples_that_ranks_cannot_share_are_an_error(recipe):
     assert attempt("batch", lambda: doctor_recipe.batch(recipe(), 3)).level == "error"
 
 
+def test_replicas_are_named(recipe):
+    shared = recipe("engine.sequence_parallel=2")
+    assert doctor_recipe.batch(shared, 4) == "8 samples a step, 4 on each of 2 replicas of 2 ranks"
+    assert attempt("batch", lambda: doctor_recipe.batch(shared, 1)).level == "error"
+
+
 @pytest.mark.parametrize(
     ("name", "family"),
     [

@@ -124,6 +124,16 @@ def test_ddrl_adds_its_data_to_the_trained_samples_and_no_forward(first_only, da
     assert without["policy"].samples == 24 * 3
 
 
+def test_guidance_in_the_range_of_one_expert_is_counted_there_alone():
+    recipe, sigmas = grpo(guidance=4.5), torch.linspace(1, 0, 11, dtype=torch.float64)
+    algorithm, guided = build_rl(recipe, sigmas), lambda sigma: sigma > 0.65  # 4 of 10
+    forwards = rl_step(recipe, derive(recipe, 1), algorithm, 1, guided=guided)
+    assert forwards["rollout"].samples == 24 * 14
+    assert forwards["uncond"].samples == math.ceil(forwards["policy"].samples * 0.4)
+    sampled = evaluation(recipe, 1, num_prompts=1, guided_steps=7)
+    assert sampled == {"validation": Forwards(47, 47)}
+
+
 def test_best_of_n_trains_its_share():
     assert step_of(grpo(best_of_n=2), step=1)["policy"].samples == 24 * 9 // 2
 

@@ -143,6 +143,7 @@ def test_micro_batches_decide_which_expert_trains_so_that_their_number_must_stay
         "reward.timeout_s=7",
         "engine.deepspeed=zero3",
         "engine.micro_batch_size=1",
+        "engine.sequence_parallel=2",
     ],
 )
 def test_what_does_not_change_the_training_may_be_changed(recipe, run, change):
@@ -190,6 +191,16 @@ def test_what_is_held_out_decides_what_is_trained_on(root, tmp_path):
     path, out = root / "recipes" / "tiny" / "sd3_sft.yaml", f"run.output_dir={tmp_path}"
     there, here = recipe_file.load(path, [out]), recipe_file.load(path, [out, "validation.holdout=0.5"])
     assert output.differences(there, here) == ["validation.holdout: 0.02 there, 0.5 here"]
+
+
+@pytest.mark.parametrize("buckets", ["null", "[[16, 16], [16, 32]]"])
+def test_with_buckets_the_micro_batch_decides_the_order_of_the_samples(root, tmp_path, buckets):
+    def sft(micro):
+        words = [f"run.output_dir={tmp_path / 'sft'}", f"data.buckets={buckets}", f"engine.micro_batch_size={micro}"]
+        return recipe_file.load(root / "recipes" / "tiny" / "sd3_sft.yaml", words)
+
+    differing = output.differences(sft(4), sft(8))
+    assert differing == ([] if buckets == "null" else ["engine.micro_batch_size: 4 there, 8 here"])
 
 
 def test_finished_run_has_nothing_to_do_unless_it_is_made_longer(recipe, run):

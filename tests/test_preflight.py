@@ -10,6 +10,8 @@ from peft import LoraConfig
 from PIL import Image
 
 from wfm_ds import recipe_file
+from wfm_ds.data.buckets import Buckets
+from wfm_ds.data.pixels import Framing
 from wfm_ds.datasets import load_data, readable
 from wfm_ds.errors import DataError, ModelError, RecipeError, RewardError, UserError
 from wfm_ds.preflight import load_model, preflight, report
@@ -74,6 +76,13 @@ def test_report_names_the_derived_numbers(sft):
     assert text.endswith("all checks passed")
 
 
+def test_replicas_must_fit_on_a_node(sft, monkeypatch):
+    monkeypatch.setenv("LOCAL_SIZE", "2")
+    preflight(sft("engine.sequence_parallel=2"), world_size=4)
+    with pytest.raises(RecipeError, match=r"engine\.sequence_parallel 4 does not divide the 2 ranks of a node"):
+        preflight(sft("engine.sequence_parallel=4"), world_size=4)
+
+
 def test_lora_parameters_of_the_report_are_those_that_peft_adds(sft):
     recipe = sft("lora={rank: 4, alpha: 8}")
     model = load_model(recipe, torch.device("cpu"))
@@ -97,6 +106,7 @@ def test_lora_parameters_of_the_report_are_those_that_peft_adds(sft):
         (["rollout.group_size=3"], RecipeError, r"= 2 \* 3 = 6 samples are not divisible by 4 ranks"),
         (["validation.prompts=/nowhere.txt"], DataError, "/nowhere.txt"),
         (["engine.deepspeed=zero9"], RecipeError, "zero9 is none of"),
+        (["engine.sequence_parallel=3"], RecipeError, "engine.sequence_parallel 3 does not divide the 4 ranks"),
         (["engine.deepspeed=zero3_hpz", "lora=null", "rollout.group_size=8"], RecipeError, "hpz"),
     ],
 )
@@ -151,12 +161,31 @@ def test_few_broken_media_are_judged_by_the_size_of_their_data_set(sft, images, 
     data = load_data(sft("validation.holdout=0"))
     assert data.num_samples == 40
     held_out = data.samples[:4]  # a quarter of these are broken, of the data set a fortieth
-    assert readable(held_out, sft(), 3, whole=40) == held_out[1:]
+    one = Buckets(Framing(height=16, width=16), [(16, 16)])
+    assert readable(held_out, sft(), one, 3, whole=40) == held_out[1:]
     assert "left out" in caplog.text
     with pytest.raises(DataError, match=r"1 of the first 4 media are bad, .* 5% of 4: "):
-        readable(held_out, sft(), 3, whole=4)
+        readable(held_out, sft(), one, 3, whole=4)
     with pytest.raises(DataError, match=r"1 of the first 1 media are bad"):
-        readable(held_out[:1], sft(), 3, whole=40)
+        readable(held_out[:1], sft(), one, 3, whole=40)
+
+
+@pytest.mark.parametrize("buckets", ["[[16, 16], [16, 18]]", "auto"])
+def test_sizes_of_buckets_that_the_family_has_not_are_refused_and_others_are_looked_into(sft, images, buckets):
+    Image.new("RGB", (64, 32)).save(images / "01.png")
+    (images / "02.png").write_bytes(b"")
+    with pytest.raises(RecipeError, match=r"data\.buckets: the size \[\d+, \d+\] cannot be trained on: .* must be a"):
+        report(sft(f"data.buckets={buckets}", "sampling.height=128", "sampling.width=128"), world_size=1)
+    assert "all checks passed" in report(sft("data.buckets=auto"), world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "said"),
+    [("[]", "data.buckets"), ("[[16, 16], [16, 16]]", "buckets names a size twice"), ("[[16, 0]]", "data.buckets")],
+)
+def test_a_list_of_sizes_that_says_nothing_is_refused(sft, buckets, said):
+    with pytest.raises(RecipeError, match=said):
+        sft(f"data.buckets={buckets}")
 
 
 def test_size_that_the_family_cannot_make_is_a_recipe_error(rl):

@@ -358,6 +358,7 @@ SFT = ["algorithm={name: sft}", "data.kind=paired", "rollout=null", "reward=null
     [
         (["data.caption_dropout=0.2"], "data.caption_dropout"),
         (["data.fps=8", "data.crop=random"], "data.fps and data.crop"),
+        (["data.buckets=auto"], "data.buckets"),
         (["validation.holdout=0.5"], "validation.holdout"),
         ([*SFT, "sampling.solver=flow_sde"], "sampling.solver"),
         ([*SFT, "data.split=test"], "data.split"),
@@ -365,6 +366,36 @@ SFT = ["algorithm={name: sft}", "data.kind=paired", "rollout=null", "reward=null
 )
 def test_keys_that_the_run_would_not_read_are_refused(load, errors, overrides, named):
     assert any(f"does not read {named}: remove it" in line for line in errors(GOOD, *overrides))
+
+
+GRPO = ["algorithm={name: flow_grpo}", "sampling.solver=flow_sde"]
+SERVICE = ["reward.spawn=false", "reward.endpoint=pipes.json"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named", "reader"),
+    [
+        ([*SFT, "algorithm.mode_scale=1"], "mode_scale", ["algorithm.timestep_density=mode"]),
+        (
+            [*SFT, "algorithm.timestep_density=uniform", "algorithm.logit_std=2"],
+            "logit_std",
+            ["algorithm.timestep_density=logit_normal"],
+        ),
+        ([*GRPO, "algorithm.guard_reweight=false"], "guard_reweight", ["algorithm.guard=true"]),
+        (
+            [*GRPO, "algorithm.clip_ratio=0.1", "algorithm.clip_ratio_low=0.1", "algorithm.clip_ratio_high=0.2"],
+            "clip_ratio",
+            ["algorithm.clip_ratio_low=null"],
+        ),
+        ([*GRPO, "algorithm.log_prob=gaussian"], "log_prob", ["sampling.solver=cps"]),
+        ([*SERVICE, "reward.functions.0.workers=2"], "workers", ["reward.spawn=true", "reward.endpoint=null"]),
+        ([*SERVICE, "reward.functions.1.max_batch=2"], "max_batch", ["reward.spawn=true", "reward.endpoint=null"]),
+    ],
+)
+def test_keys_that_another_one_leaves_without_effect_are_refused(load, errors, overrides, named, reader):
+    [line] = errors(GOOD, *overrides)
+    assert f"{named}: only read with " in line
+    load(GOOD, *overrides, *reader)
 
 
 def test_a_resolved_recipe_may_name_every_key(load):

@@ -64,6 +64,23 @@ def test_gradient_flows_through_the_conditional_half_only(model):
     assert gradient.item() == 3 * 2
 
 
+def test_an_expert_whose_scale_is_1_runs_no_unconditional_pass(tiny_pipelines):
+    model = registry.load(tiny_pipelines("wan22"), dtype=torch.float32, device="cpu")
+    asked = []
+
+    def counted(*arguments):
+        asked.append(arguments[3])
+        return model.denoise(*arguments)
+
+    drawn = sampler(model, guidance_scale=3, guidance_scale_low=1, eval_steps=6)
+    sigmas = model.sigmas(6, drawn.latent_shape)[:-1]
+    drawn.generate(prompts("a cat"), [3], drawn.evaluation_plan(), velocity=counted)
+    stages = [model.stage_of(float(sigma)) for sigma in sigmas]
+    assert asked == [stage for stage in stages for _ in range(2 if stage == 0 else 1)]
+    assert 0 < stages.count(0) < 6
+    assert len(stages) < len(asked) < 2 * len(stages)
+
+
 def test_guidance_contrasts_with_the_prompts_own_negative_text_then_the_recipes_then_the_familys(model):
     two = [*prompts("x", negative="a blue square"), *prompts("x")]
     for recipes_own, second in ((None, ""), ("a cat", "a cat")):

@@ -23,9 +23,11 @@ def captions(root, share):
     recipe = recipe_file.load(root / "recipes" / "tiny" / "sd3_sft.yaml", [f"data.caption_dropout={share}"])
     trainer = SimpleNamespace(job=SimpleNamespace(recipe=recipe))
     pixels, prompt = np.zeros((1, 1, 3), np.uint8), Prompt(id="a", text="a cat")
-    file = LocalFile(Path("a.png"))
+    file, size = LocalFile(Path("a.png")), Framing(height=1, width=1)
     images = [
-        TrainingSample(sample_id=f"{i}", prompt=prompt, media=file, pixels=pixels, position=i, epoch=i % 2)
+        TrainingSample(
+            sample_id=f"{i}", prompt=prompt, media=file, framing=size, pixels=pixels, position=i, epoch=i % 2
+        )
         for i in range(200)
     ]
     return [SftTrainer.caption(trainer, image) for image in images]
@@ -67,7 +69,7 @@ def test_validation_encodes_each_image_once_and_keeps_no_more_than_a_batch_of_th
     job = SimpleNamespace(
         recipe=recipe, model=model, world=alone, texts=TextCache(model), latents=None, velocity=velocity
     )
-    losses = ValidationLoss(job, samples, Framing(height=8, width=8)).measure()
+    losses = ValidationLoss(job, samples, [Framing(height=8, width=8)] * 3).measure()
     assert encoded == [1, 1, 1]
     assert (sum(sizes), max(sizes)) == (24, min(batch, 24))
     assert losses["val/loss"] > 0

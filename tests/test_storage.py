@@ -114,7 +114,7 @@ def test_a_key_without_its_secret_is_an_error_that_shows_neither(s3, key, secret
 
 
 def test_without_the_variables_awss_own_ways_are_used():
-    options = storage.s3_options({})
+    options = storage.s3_options({}, 1)
     assert (options["key"], options["secret"], options["client_kwargs"]) == (None, None, {})
 
 

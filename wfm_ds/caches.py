@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +22,9 @@ from wfm_ds.chunks import chunks
 from wfm_ds.data.cosmos import SAFE_SUFFIX
 from wfm_ds.data.embeddings import read_pickle
 from wfm_ds.data.media import load_media
-from wfm_ds.data.pixels import BadMedia, centre, decoding
+from wfm_ds.data.pixels import BadMedia, Framing, centre, decoding
 from wfm_ds.data.samples import Media, Sample, file_identity
-from wfm_ds.datasets import TrainingData, framing
+from wfm_ds.datasets import TrainingData, buckets_of
 from wfm_ds.errors import DataError
 from wfm_ds.models.base import DiffusionModel, NegativeText
 from wfm_ds.models.latent_cache import LatentCache
@@ -70,7 +70,7 @@ def latent_cache(recipe: Recipe, model: DiffusionModel) -> LatentCache | None:
     if not recipe.data.cache_latents:
         return None
     assert recipe.data.cache_dir is not None  # the recipe is checked
-    return LatentCache(model, TensorStore(recipe.data.cache_dir / "latents"), asdict(framing(recipe)))
+    return LatentCache(model, TensorStore(recipe.data.cache_dir / "latents"))
 
 
 def needed_texts(recipe: Recipe, model: DiffusionModel, data: TrainingData) -> list[Text]:
@@ -104,6 +104,7 @@ class Filler:
         self._recipe, self._model = recipe, model
         self._texts = text_cache(recipe, model, data)
         self._latents = latent_cache(recipe, model)
+        self._buckets = buckets_of(recipe, model)
         self._my_texts = needed_texts(recipe, model, data)[rank::world_size]
         self._my_samples = samples_of(data)[rank::world_size] if self._latents is not None else []
         self._max_bad = recipe.data.max_bad_fraction * len(samples_of(data))
@@ -129,22 +130,22 @@ class Filler:
 
     def _fill_latents(self, samples: Sequence[Sample], cache: LatentCache) -> None:
         """Decode side by side, encode one by one: the last bits of a latent depend on what is encoded with it."""
-        frames = framing(self._recipe)
 
-        def load(media: Media) -> npt.NDArray[np.uint8] | None:
+        def load(media: Media) -> tuple[Framing, npt.NDArray[np.uint8] | None]:
+            framing = self._buckets.framing_of(media)
             with decoding(media):
-                return None if media.identity() in cache else load_media(media, frames, centre)
+                return framing, None if cache.holds(media, framing) else load_media(media, framing, centre)
 
         with ThreadPoolExecutor(self._recipe.data.workers) as pool:
             futures = [pool.submit(load, sample.media) for sample in samples]
             for sample, future in zip(samples, futures, strict=True):
                 try:
-                    pixels = future.result()
+                    framing, pixels = future.result()
                 except BadMedia as failure:
                     self._reject(failure)
                     continue
                 if pixels is not None:
-                    cache.write(sample.media.identity(), self._model.encode_media([pixels])[0])
+                    cache.write(sample.media, framing, self._model.encode_media([pixels])[0])
                 self._count(new=pixels is not None)
 
     def _reject(self, failure: BadMedia) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from wfm_ds.errors import ModelError, UserError
 
 if TYPE_CHECKING:
+    from wfm_ds.checkpoint.cuts import CutStates
     from wfm_ds.checkpoint.export import TensorSource
     from wfm_ds.checkpoint.offline import CheckpointWeights
     from wfm_ds.checkpoint.store import Checkpoint
@@ -32,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
         description="Write the weights of a checkpoint as a LoRA or a pipeline folder that plain diffusers loads.",
         epilog="Example: python -m wfm_ds.convert outputs/run/checkpoints/step_400 exported --policy train",
     )
-    p.add_argument("checkpoint", type=Path, help="checkpoints/step_N of a run, a LoRA folder, or DeepSpeed's own")
+    p.add_argument("checkpoint", help="checkpoints/step_N of a run, a LoRA folder, or DeepSpeed's own; or s3://...")
     p.add_argument("out", type=Path, help="a new folder, or an export to replace")
     p.add_argument("--policy", help="train, ema or old (default: ema if the run had one, else train)")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], help="of a pipeline's denoiser (default: the run's)")
@@ -43,9 +44,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    from wfm_ds.checkpoint.remote import on_this_machine
+
     args = parser().parse_args(argv)
     try:
-        sys.stdout.write(convert(args) + "\n")
+        with on_this_machine(args.checkpoint, args.out.parent) as args.checkpoint:
+            sys.stdout.write(convert(args) + "\n")
     except UserError as error:
         sys.stderr.write(f"{error}\n")
         return 2
@@ -62,7 +66,7 @@ def convert(args: argparse.Namespace) -> str:
     if (found := store.read(source)) is not None:
         return of_run(found, args)
     if (source / store.COMPLETE).exists():
-        raise UserError(f"{source} is damaged: files are missing or were cut off; choose another checkpoint")
+        raise UserError(f"{source} is damaged: {store.flaw(source)}; choose another checkpoint")
     if (folder := foreign.lora_folder(source)) is not None:
         return of_lora(folder, args)
     if foreign.is_deepspeed(source):
@@ -75,11 +79,10 @@ def of_run(found: Checkpoint, args: argparse.Namespace) -> str:
 
     from wfm_ds.checkpoint.cuts import CutStates
     from wfm_ds.checkpoint.offline import CheckpointWeights, MergedAdapter
-    from wfm_ds.checkpoint.state import EXPORT
     from wfm_ds.checkpoint.target import ExportTarget
 
     with CutStates(found.path, found.world_size) as cuts:
-        note = cuts.plain(0)[EXPORT]
+        note = export_note(cuts)
         target = ExportTarget.of_json(note)
         if args.base is not None:
             target = dataclasses.replace(target, base=args.base.absolute())
@@ -89,6 +92,19 @@ def of_run(found: Checkpoint, args: argparse.Namespace) -> str:
         if args.merge_lora:
             source = MergedAdapter(weights, require_lora(note["lora"], found.path), target)
         return exported(target, source, args, policy=policy, dtype=args.dtype or note["dtype"])
+
+
+def export_note(cuts: CutStates) -> dict[str, Any]:
+    """What the run noted about its exports: base, parts and call of the pipeline, dtype, and the LoRA's settings."""
+    from wfm_ds.checkpoint.state import EXPORT
+
+    note: dict[str, Any] = cuts.plain(0).get(EXPORT, {})
+    if lacking := sorted({"base", "parts", "call", "dtype", "lora"} - note.keys()):
+        raise UserError(
+            f"{cuts.folder} does not say what its weights are to be exported as ({', '.join(lacking)}): continue its "
+            "run, and convert the checkpoint that it saves next"
+        )
+    return note
 
 
 def chosen_policy(weights: CheckpointWeights, wanted: str | None) -> str:

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from wfm_ds.data.buckets import Buckets, automatic_sizes
 from wfm_ds.data.cosmos import CosmosFolder
 from wfm_ds.data.media import load_media
 from wfm_ds.data.order import BatchSource
 from wfm_ds.data.paired import PairedFolder
 from wfm_ds.data.pixels import BadMedia, Framing, centre
 from wfm_ds.data.prompts import load_prompt_file, load_prompts
-from wfm_ds.data.samples import REASONS, Media, Sample, SampleSet
+from wfm_ds.data.samples import REASONS, Sample, SampleSet
 from wfm_ds.data.webdataset import TarShards
-from wfm_ds.errors import DataError
+from wfm_ds.errors import DataError, RecipeError
 from wfm_ds.recipe import Recipe
 from wfm_ds.recipe_data import DataRecipe
 from wfm_ds.types import Prompt
+
+if TYPE_CHECKING:
+    from wfm_ds.job import Job
+    from wfm_ds.models.base import DiffusionModel
+    from wfm_ds.world import World
 
 log = logging.getLogger(__name__)
 
@@ -89,10 +97,20 @@ def sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
     return PairedFolder(folder, max_bad_fraction=data.max_bad_fraction)
 
 
-def framing(recipe: Recipe) -> Framing:
-    """Which pixels of the data's media the recipe trains on."""
+def buckets_of(recipe: Recipe, model: DiffusionModel) -> Buckets:
+    """Which pixels of the data's media the recipe trains on. Raises RecipeError for a size that the model has not."""
     data, size = recipe.data, recipe.sampling
-    return Framing(
+    sizes = [(size.height, size.width)]
+    if data.buckets == "auto":
+        sizes = automatic_sizes(size.height, size.width, model.size_multiple(size.num_frames))
+    elif data.buckets is not None:
+        sizes = data.buckets
+    for height, width in sizes if data.buckets is not None else ():
+        try:
+            model.latent_shape(height, width, size.num_frames)
+        except ValueError as error:
+            raise RecipeError(f"data.buckets: the size [{height}, {width}] cannot be trained on: {error}") from error
+    framing = Framing(
         height=size.height,
         width=size.width,
         num_frames=size.num_frames,
@@ -102,9 +120,27 @@ def framing(recipe: Recipe) -> Framing:
         max_upscale=data.max_upscale,
         allow_repeats=data.allow_repeats,
     )
+    return Buckets(framing, sizes)
 
 
-def readable(samples: Sequence[Sample], recipe: Recipe, count: int, *, whole: int) -> list[Sample]:
+def dealt(samples: Sequence[Sample], buckets: Buckets, world: World, workers: int) -> list[int]:
+    """The bucket of each sample, by index; collective: each rank reads the sizes of its share."""
+    if len(buckets.sizes) == 1:
+        return [0] * len(samples)
+
+    def measure() -> list[int]:
+        with ThreadPoolExecutor(workers) as pool:
+            return list(pool.map(lambda sample: buckets.index_of(sample.media), samples[world.rank :: world.size]))
+
+    parts = world.gather(world.checked(measure))
+    found = [parts[i % world.size][i // world.size] for i in range(len(samples))]
+    counts = Counter(found)
+    shares = ", ".join(f"{h} x {w}: {counts[i]}" for i, (h, w) in enumerate(buckets.sizes) if counts[i])
+    log.info("samples by size: %s", shares)
+    return found
+
+
+def readable(samples: Sequence[Sample], recipe: Recipe, buckets: Buckets, count: int, *, whole: int) -> list[Sample]:
     """The first `count` whose media can be decoded, which each of them was. Broken ones are left out and logged.
 
     DataError if none can be, or if they are more than data.max_bad_fraction of `whole`, the data set that the samples
@@ -115,7 +151,7 @@ def readable(samples: Sequence[Sample], recipe: Recipe, count: int, *, whole: in
         if len(usable) == count:
             break
         try:
-            load_media(sample.media, framing(recipe), centre)
+            load_media(sample.media, buckets.framing_of(sample.media), centre)
         except BadMedia as error:
             broken.append(error)
         else:
@@ -135,20 +171,22 @@ def distinct(samples: Sequence[Sample]) -> list[Prompt]:
     return list({sample.prompt.text: sample.prompt for sample in samples}.values())
 
 
-def batch_source(
-    recipe: Recipe, data: TrainingData, global_batch: int, cached: Callable[[Media], Any] | None = None
-) -> BatchSource:
-    """The batches of `global_batch` samples that the recipe trains on, over all ranks; to be closed in the end."""
+def batch_source(job: Job, data: TrainingData, buckets: Buckets, *, global_batch: int, unit: int) -> BatchSource:
+    """The batches of `global_batch` samples that a job trains on, over all ranks; each `unit` of neighbours has one
+    size. Collective; to be closed in the end."""
+    recipe = job.recipe
     return BatchSource(
         data.samples,
         global_batch=global_batch,
         seed=recipe.run.seed,
         shuffle=recipe.data.shuffle,
-        framing=framing(recipe),
+        framings=buckets.framings,
+        buckets=dealt(data.samples, buckets, job.world, recipe.data.workers),
+        unit=unit,
         max_bad_fraction=recipe.data.max_bad_fraction,
         workers=recipe.data.workers,
         rejected={reason: len(data.bad.get(reason, [])) for reason in REASONS},
-        cached=cached,
+        cached=job.cached_latents,
     )
 
 

@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("recipe", nargs="?", type=Path, help="a YAML recipe; without one, the machine only")
     p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the recipe's")
-    p.add_argument("--ranks", type=int, help="processes of the run; default: the GPUs of this machine, or 1")
+    p.add_argument("--ranks", type=int, help="processes of the run; default: the GPUs of this machine, or the fewest")
     p.add_argument("--hostfile", type=Path, help="also check the hosts in it, over ssh")
     p.add_argument(
         "--master_port", type=int, default=MASTER_PORT, help="port at which ranks meet (default %(default)s)"
@@ -69,7 +69,7 @@ def of_recipe(args: argparse.Namespace) -> Iterator[Finding]:
         yield Finding("recipe", "error", str(error))
         return
     yield Finding("recipe", "ok", f"{args.recipe}: {recipe.algorithm.name}")
-    yield from recipe_findings(recipe, args.ranks or visible_gpus() or 1)
+    yield from recipe_findings(recipe, args.ranks or visible_gpus() or recipe.engine.sequence_parallel)
 
 
 def visible_gpus() -> int:

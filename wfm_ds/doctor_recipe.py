@@ -21,13 +21,20 @@ from wfm_ds.models import registry
 from wfm_ds.models.loading import read_json
 from wfm_ds.output import find_start
 from wfm_ds.recipe import Recipe
+from wfm_ds.storage import ACCESS_KEY, ENDPOINT, REGION, SECRET_KEY
+from wfm_ds.stored_run import require_storage
 
 SERVICE_TIMEOUT_S = 15.0  # for a service that runs already; one that is to be started has the recipe's time
 DENOISERS = ("transformer", "transformer_2")
+STORAGE_ADVICE = (
+    f"create the bucket, and set {ACCESS_KEY}, {SECRET_KEY}, {ENDPOINT} and {REGION}, or AWS's own variables, to what "
+    "may list, read, write and delete there"
+)
 
 
 def recipe_findings(recipe: Recipe, world_size: int) -> Iterator[Finding]:
-    """In the order in which a user would mend it. Starts the reward service if the recipe does; writes nothing else."""
+    """In the order in which a user would mend it. Starts the reward service if the recipe does, and writes and removes
+    an object at checkpoint.storage; writes nothing else."""
     yield from (Finding("recipe", "warning", doubt) for doubt in recipe.doubts())
     yield attempt("batch", lambda: batch(recipe, world_size))
     yield attempt("model", lambda: f"{registry.family_of(registry.resolve(recipe.model.path)).__name__}")
@@ -36,6 +43,8 @@ def recipe_findings(recipe: Recipe, world_size: int) -> Iterator[Finding]:
     if recipe.reward is not None and data.level == "ok":
         yield attempt("rewards", lambda: reward_text(recipe))
     yield attempt("output", lambda: preflight.beginning(find_start(recipe, world_size)))
+    if recipe.checkpoint.storage is not None:
+        yield attempt("storage", lambda: storage_text(recipe), STORAGE_ADVICE)
     try:
         sizes = estimate(recipe, world_size)
     except UserError as error:
@@ -55,7 +64,7 @@ def batch(recipe: Recipe, world_size: int) -> str:
         world_size=world_size,
         ranks_per_node=world_size,
     )
-    return f"{derived.samples_per_step} samples a step, {derived.samples_per_rank} on each of {world_size} ranks"
+    return f"{derived.samples_per_step} samples a step, {derived.samples_per_rank} on each of {derived.replicas}"
 
 
 def data_text(recipe: Recipe) -> str:
@@ -73,6 +82,12 @@ def reward_text(recipe: Recipe) -> str:
     preflight.check_rewards(recipe, list({p.id: p for p in [*data.prompts, *data.shown]}.values()))
     preflight.check_spawned_rewards(recipe)
     return f"{', '.join(function.name for function in reward.functions)}: ready"
+
+
+def storage_text(recipe: Recipe) -> str:
+    assert recipe.checkpoint.storage is not None
+    require_storage(recipe)
+    return f"{recipe.checkpoint.storage} can be written and read"
 
 
 # ---- memory and disk space

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,13 +21,17 @@ from torch import Tensor, nn
 
 from wfm_ds.ds_config import deepspeed_config, policy_copies
 from wfm_ds.guard import Guard
+from wfm_ds.moves import MOVES
+from wfm_ds.placement import cast_unplaced, place
 from wfm_ds.policy import Flats, ShardedCopy, Shards, add_adapters, publish_to_adapter, use_adapter
 from wfm_ds.recipe import OptimizerRecipe, Recipe
 from wfm_ds.seeds import derive_seed
-from wfm_ds.world import World
+from wfm_ds.ulysses.install import install
+from wfm_ds.world import World, ranks_per_node
 
 logger = logging.getLogger(__name__)
 
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 OPTIMIZER = "optimizer."  # before the names of the optimizer's states
 
 
@@ -116,12 +119,14 @@ class DenoiserEngine:
         accumulation: int,
         total_updates: int,
     ) -> DenoiserEngine:
-        """Collective. Adapters or full training, gradient checkpointing, DeepSpeed, copies, in this order.
+        """Collective. Adapters or full training, gradient checkpointing, sequence parallelism, DeepSpeed, copies, in
+        this order.
 
         denoiser: a diffusers model with equal weights on all ranks; it is changed in place. lora_targets: suffixes of
         layers, unless the recipe names its own. policies: those wanted of old, ref, ema. accumulation: backward passes
         per optimizer step. total_updates: optimizer steps of the run, where the schedule ends.
-        Raises RecipeError for a DeepSpeed JSON or LoRA targets that cannot work.
+        Raises RecipeError for a DeepSpeed JSON or LoRA targets that cannot work, UserError for a denoiser whose tokens
+        the ranks of a replica cannot share.
         """
         unknown = policies - {"old", "ref", "ema"}
         if unknown:
@@ -131,8 +136,10 @@ class DenoiserEngine:
             accumulation=accumulation,
             policies=policies,
             world_size=world.size,
-            ranks_per_node=int(os.environ.get("LOCAL_SIZE", world.size)),
+            ranks_per_node=ranks_per_node(world.size),
         )
+        dtype = DTYPES[recipe.model.dtype]
+        place(denoiser, config, dtype, world.device)
         module: Any = denoiser
         if recipe.lora is None:
             denoiser.requires_grad_(True)
@@ -141,9 +148,12 @@ class DenoiserEngine:
             adapters = sorted(policy_copies(policies, lora=True))
             seed = derive_seed(recipe.run.seed, "lora_init")
             num_layers = add_adapters(denoiser, recipe.lora, targets, adapters, seed)
+            cast_unplaced(denoiser, dtype)
             logger.info("LoRA of rank %d on %d layers (%s)", recipe.lora.rank, num_layers, ", ".join(targets))
         if recipe.model.gradient_checkpointing:
             module.enable_gradient_checkpointing()
+        if world.replica is not None:
+            install(denoiser, world.replica.group)
         options = recipe.optimizer
         optimizer = torch.optim.AdamW(
             [parameter for parameter in denoiser.parameters() if parameter.requires_grad],
@@ -159,12 +169,13 @@ class DenoiserEngine:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Collective: the denoiser's output under the active policy. All ranks do the same forwards in one order."""
+        MOVES.begin("a forward of the denoiser")
         return self.ds(*args, **kwargs)
 
-    def guard_check(self, *what: object) -> None:
+    def guard_check(self, *what: object, inputs: Sequence[Tensor] = ()) -> None:
         """With engine.guard: raise on all ranks unless all are about to do the same (guard.py). Without: nothing."""
         if self._guard is not None:
-            self._guard.check(*what)
+            self._guard.check(*what, inputs=inputs)
 
     @contextlib.contextmanager
     def policy(self, name: str) -> Iterator[None]:
@@ -207,8 +218,9 @@ class DenoiserEngine:
     def backward(self, loss_sum: Tensor, num_terms: int) -> None:
         """Collective. Back-propagate a micro-step so that all of a step's give the gradient of (1/N) sum l.
 
-        loss_sum: the sum of this rank's terms in this micro-step, fp32 scalar. num_terms: N, the valid terms of the
-        whole optimizer step over all ranks and micro-steps; 0: the step will not be applied.
+        loss_sum: the sum of this rank's terms in this micro-step, fp32 scalar, equal on the ranks of a replica.
+        num_terms: N, the valid terms of the whole optimizer step over all replicas and micro-steps; 0: the step will
+        not be applied.
         """
         self._require_train("backward")
         if loss_sum.ndim != 0:
@@ -216,10 +228,12 @@ class DenoiserEngine:
         if self._num_backwards == self._due_backwards:
             raise RuntimeError(f"step() is due: {self._due_backwards} backwards make an optimizer step")
         self._num_backwards += 1
+        MOVES.begin("a backward of the denoiser")
         last = self._num_backwards == self._due_backwards
         self.ds.set_gradient_accumulation_boundary(last)
-        # DeepSpeed averages over ranks and divides by its own number of micro-steps, however many there are. Without a
-        # term, NaN makes it drop the step on all ranks.
+        # DeepSpeed averages over ranks and divides by its own number of micro-steps, however many there are. The ranks
+        # of a replica hold parts of one gradient, which add up: the factor is all ranks, not the replicas. Without a
+        # term, NaN makes DeepSpeed drop the step on all ranks.
         scale = self.world.size * self.accumulation / num_terms if num_terms else math.nan
         self.ds.backward(loss_sum * scale)
         if not last:
@@ -231,6 +245,7 @@ class DenoiserEngine:
         if self._num_backwards != self._due_backwards:
             raise RuntimeError(f"step() after {self._num_backwards} of {self._due_backwards} backwards")
         self._num_backwards, self._due_backwards = 0, self.accumulation
+        MOVES.begin("an optimizer step")
         lr = learning_rate(self.recipe.optimizer, self.num_updates + 1, self.total_updates)
         for group in self.ds.optimizer.param_groups:
             group["lr"] = lr

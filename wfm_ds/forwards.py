@@ -1,15 +1,16 @@
 """How often a recipe runs the denoiser: what `perf/forwards_*` will say, known before anything runs.
 
-Counts are those of one rank, equal on all ranks, and exact as long as every optimizer step is applied. With two experts
-a micro-batch holds terms of one, so an update may run one forward more of each purpose. The names are those of
-`Job.forwards`.
+Counts are those of one rank, equal on all ranks (those of a replica run each forward together), and exact as long as
+every optimizer step is applied. With two experts a micro-batch holds terms of one, so an update may run one forward
+more of each purpose; with `data.buckets` a validation loss runs a forward more for each further size. The names are
+those of `Job.forwards`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,8 @@ class Forwards:
 
 
 NONE = Forwards(0, 0)
+Guided = Callable[[float], bool]
+"""Whether the prediction at a noise level is guided: whether it takes an unconditional pass."""
 
 
 def in_batches(samples: int, batch: int, times: int = 1) -> Forwards:
@@ -61,14 +64,18 @@ def sft_step(recipe: Recipe, derived: Derived) -> dict[str, Forwards]:
     return {"policy": in_batches(derived.samples_per_rank, recipe.engine.micro_batch_size)}
 
 
-def rl_step(recipe: Recipe, derived: Derived, algorithm: RlAlgorithm, step: int) -> dict[str, Forwards]:
+def rl_step(
+    recipe: Recipe, derived: Derived, algorithm: RlAlgorithm, step: int, *, guided: Guided | None = None
+) -> dict[str, Forwards]:
     """RL step `step`, from 1: the rollout, unless other processes do it, then the predictions of every update.
 
-    Fewer if samples are dropped (failed rewards, `zero_std: drop`). best_of_n is taken as its share of every update,
-    which is exact where ranks hold whole groups and train them in one update.
+    `guided`: unless all noise levels are or none is; then as large a share of the trained terms as of the rollout's
+    predictions is taken to be. Fewer if samples are dropped (failed rewards, `zero_std: drop`). best_of_n is taken as
+    its share of every update, which is exact where ranks hold whole groups and train them in one update.
     """
-    guided, policy = passes(recipe), algorithm.rollout_policy
-    times = evaluations(algorithm.plan(step)) * guided
+    policy, asked_at = algorithm.rollout_policy, evaluations(algorithm.plan(step))
+    num_guided = sum(map(guided or guided_by(recipe), asked_at))
+    times, share = len(asked_at) + num_guided, num_guided / len(asked_at)
     rollout = seen_by(policy, in_batches(derived.samples_per_rank, recipe.engine.max_forward_batch, times))
     terms = num_terms(recipe, derived)
     calls = math.ceil(terms / recipe.engine.micro_batch_size)
@@ -84,8 +91,7 @@ def rl_step(recipe: Recipe, derived: Derived, algorithm: RlAlgorithm, step: int)
         if "old" in velocities and algorithm.recalls_old:
             velocities["old"] = Forwards(calls, terms)  # in the batches of training
         parts.append(velocities)
-        if guided == 2:
-            parts.append({"uncond": sum(velocities.values(), NONE)})
+        parts.append({"uncond": sum((part_of(f, share) for f in velocities.values()), NONE)})
         current = set()
     return added(*parts)
 
@@ -115,13 +121,13 @@ def num_data(recipe: Recipe, terms: int) -> int:
     return terms // len(algorithm.train_on) if algorithm.data_on_first_only else terms
 
 
-def evaluations(plan: Plan) -> int:
-    """Predictions that a rollout of this plan asks for: it is run, on a single number and without a denoiser."""
-    asked = 0
+def evaluations(plan: Plan) -> list[float]:
+    """The noise levels at which a rollout of this plan asks for predictions: it is run, on a single number and without
+    a denoiser."""
+    asked: list[float] = []
 
     def predict(latents: Tensor, sigma: float) -> Tensor:
-        nonlocal asked
-        asked += 1
+        asked.append(sigma)
         return torch.zeros_like(latents)
 
     plan.run(predict, torch.zeros(1, 1, 1, 1), [0])
@@ -141,18 +147,27 @@ def seen_by(policy: str, forwards: Forwards) -> Forwards:
     return dataclasses.replace(forwards, without_adapters=forwards.samples) if policy == "ref" else forwards
 
 
-def evaluation(recipe: Recipe, world_size: int, *, num_prompts: int, num_images: int = 0) -> dict[str, Forwards]:
+def evaluation(
+    recipe: Recipe, num_replicas: int, *, num_prompts: int, num_images: int = 0, guided_steps: int | None = None
+) -> dict[str, Forwards]:
     """One evaluation: the samples of this many prompts, and in SFT, which shows but does not score them, the validation
-    loss on this many images."""
+    loss on this many images. `guided_steps`: of sampling.eval_steps, unless all of them are or none is."""
     chosen = min(num_prompts, recipe.validation.num_prompts) * len(recipe.validation.seeds)
     if not recipe.is_rl:
         chosen = min(chosen, recipe.logging.num_samples)
     batch = recipe.engine.max_forward_batch
-    sampled = in_batches(math.ceil(chosen / world_size), batch, recipe.sampling.eval_steps * passes(recipe))
-    measured = in_batches(math.ceil(num_images * NUM_BUCKETS / world_size), batch)
+    steps = recipe.sampling.eval_steps
+    if guided_steps is None:
+        guided_steps = steps if guided_by(recipe)(1.0) else 0
+    sampled = in_batches(math.ceil(chosen / num_replicas), batch, steps + guided_steps)
+    measured = in_batches(math.ceil(num_images * NUM_BUCKETS / num_replicas), batch)
     return {"validation": sampled + measured}
 
 
-def passes(recipe: Recipe) -> int:
-    """Forwards of one guided prediction."""
-    return 1 if recipe.sampling.guidance_scale == 1 else 2
+def guided_by(recipe: Recipe, stage_of: Callable[[float], int] = lambda sigma: 0) -> Guided:
+    """Where the recipe's guidance runs, by noise level. `stage_of`: the expert there (DiffusionModel.stage_of)."""
+    return lambda sigma: recipe.sampling.guidance_of(stage_of(sigma)) != 1
+
+
+def part_of(forwards: Forwards, share: float) -> Forwards:
+    return Forwards(*(math.ceil(number * share) for number in dataclasses.astuple(forwards)))

@@ -7,6 +7,7 @@ They are made as validation makes its samples: same noise of a seed, same steps,
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -37,8 +38,8 @@ def parser() -> argparse.ArgumentParser:
     )
     which = p.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", help="a pipeline folder, or tiny:FAMILY")
-    which.add_argument("--pipeline", metavar="DIR", type=Path, help="what a full run exported, safetensors/step_N")
-    p.add_argument("--lora", metavar="DIR", type=Path, help="what a LoRA run exported, safetensors/step_N/lora")
+    which.add_argument("--pipeline", metavar="DIR", help="what a full run exported, safetensors/step_N; or s3://...")
+    p.add_argument("--lora", metavar="DIR", help="what a LoRA run exported, safetensors/step_N/lora; or s3://...")
     p.add_argument("--prompts", metavar="FILE", type=Path, required=True, help="a prompt a line (.txt), or .jsonl")
     p.add_argument("--out", metavar="DIR", type=Path, required=True, help="a new or empty folder")
     p.add_argument("--height", type=positive, required=True, help="pixels")
@@ -101,12 +102,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             "argument --lora: not allowed with argument --pipeline; an export is a --model for a LoRA trained on it"
         )
     quieten_libraries()
+    args.title = title(args)
     try:
-        generate(args)
+        with contextlib.ExitStack() as held:
+            fetch(args, held)
+            generate(args)
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
+
+
+def fetch(args: argparse.Namespace, held: contextlib.ExitStack) -> None:
+    """Turn --lora and --pipeline into folders, which are there as long as `held`. Raises StorageError."""
+    from wfm_ds.checkpoint.remote import on_this_machine
+
+    for name in ("lora", "pipeline"):
+        place = getattr(args, name)
+        if place is not None:
+            setattr(args, name, held.enter_context(on_this_machine(place, args.out.parent)))
 
 
 def generate(args: argparse.Namespace) -> None:
@@ -216,7 +230,7 @@ def write(sampler: Sampler, items: Sequence[tuple[Prompt, int]], args: argparse.
         )
         sys.stderr.write(f"{len(lines)} of {len(items)}: {line['file']}{f' ({failure})' if failure else ''}\n")
     write_table(args.out, lines)
-    (args.out / PAGE).write_text(gallery.page(title(args), facts(sampler, args), entries), encoding="utf-8")
+    (args.out / PAGE).write_text(gallery.page(args.title, facts(sampler, args), entries), encoding="utf-8")
 
 
 def drawn(sampler: Sampler, items: Sequence[tuple[Prompt, int]], batch: int) -> Iterator[tuple[Sample, bool]]:

@@ -1,12 +1,15 @@
-"""All ranks are about to do the same forward, or there is one clear error instead of an endless hang."""
+"""All ranks are about to do the same forward, those of a replica on the same numbers, or there is one clear error
+instead of an endless hang."""
 
 from __future__ import annotations
 
 import datetime
 import zlib
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from wfm_ds.world import World
 
@@ -21,21 +24,44 @@ class Guard:
         self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         self.num_checks = 0
 
-    def check(self, *what: object) -> None:
-        """Every rank, before a forward; `what` tells forwards apart (policy, with or without gradient, shape, ...).
+    def check(self, *what: object, inputs: Sequence[Tensor] = ()) -> None:
+        """Every rank, before a forward; `what` tells forwards apart (policy, with or without gradient, shape, ...) and
+        is the same on all ranks, `inputs` are bit-equal on the ranks of a replica.
 
         Raises RuntimeError on all ranks if they disagree, or if one of them does not come within the deadline.
         """
         self.num_checks += 1
-        mark = zlib.crc32(repr((self.num_checks, what)).encode())
-        both = torch.tensor([mark, -mark])  # their maxima are opposite only if all marks are equal
+        world = self._world
+        marks = torch.full((1 + world.dp_size, 2), -(2**40))  # of all ranks, then of each replica: any mark is larger
+        marks[0] = _pair(zlib.crc32(repr((self.num_checks, what)).encode()))
+        if world.sp_size > 1:
+            marks[1 + world.dp_rank] = _pair(fingerprint(inputs))
         try:
-            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self._world.rank} is at forward {self.num_checks} {what}, and another rank did not come "
                 f"within {self._timeout_s:g} s: all ranks must do the same forwards"
             ) from error
-        if int(both[0]) != -int(both[1]):
-            seen = self._world.gather(repr(what))
+        if int(marks[0].sum()):
+            seen = world.gather(repr(what))
             raise RuntimeError(f"ranks disagree at forward {self.num_checks}: {seen}")
+        split = [replica for replica, both in enumerate(marks[1:]) if world.sp_size > 1 and int(both.sum())]
+        if split:
+            raise RuntimeError(
+                f"forward {self.num_checks} {what}: the ranks of the replicas {split} hold different inputs, but they "
+                "must work on the same samples"
+            )
+
+
+def _pair(mark: int) -> torch.Tensor:
+    """[mark, -mark]: the sum of their maxima over ranks is 0 only if all marks are equal."""
+    return torch.tensor([mark, -mark])
+
+
+def fingerprint(tensors: Sequence[Tensor]) -> int:
+    """A checksum of the tensors' bytes."""
+    mark = 0
+    for tensor in tensors:
+        mark = zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes(), mark)
+    return mark

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,23 +15,31 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wfm_ds.derived import Derived
+from wfm_ds.caches import drop_idle_encoders, latent_cache, needed_texts, text_cache
+from wfm_ds.datasets import TrainingData, log_rejected
+from wfm_ds.derived import Derived, derive
 from wfm_ds.engine import DenoiserEngine
 from wfm_ds.lifecycle import StopFlag
 from wfm_ds.meter import Stopwatch
+from wfm_ds.mirror import Mirror
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.latent_cache import LatentCache
 from wfm_ds.models.text_cache import TextCache
 from wfm_ds.monitor import Monitor
+from wfm_ds.output import Start
+from wfm_ds.preflight import engine_policies
 from wfm_ds.recipe import Recipe
-from wfm_ds.sampler import Sampler
+from wfm_ds.sampler import Sampler, finite_samples
 from wfm_ds.sampling.denoise import Plan, Trajectory
 from wfm_ds.types import Prompt
 from wfm_ds.world import World
 
 if TYPE_CHECKING:
+    from wfm_ds.data.pixels import Framing
     from wfm_ds.data.samples import Media
     from wfm_ds.types import Conditioning, GivenLatents
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -45,6 +55,7 @@ class Job:
     texts: TextCache
     latents: LatentCache | None = None  # of training media, if they are kept
     monitor: Monitor
+    mirror: Mirror | None = None  # rank 0's, if the run is copied to a storage
     timer: Stopwatch = field(default_factory=Stopwatch)
     forwards: Counter[str] = field(default_factory=Counter)  # of this rank since the last metrics, by purpose
 
@@ -57,10 +68,9 @@ class Job:
         return self.sampler.latent_shape
 
     @property
-    def cached_latents(self) -> Callable[[Media], Tensor | None] | None:
+    def cached_latents(self) -> Callable[[Media, Framing], Tensor | None] | None:
         """The kept latents of a medium, for a source of batches; None if the run keeps none."""
-        latents = self.latents
-        return None if latents is None else lambda media: latents.read(media.identity())
+        return None if self.latents is None else self.latents.read
 
     @property
     def evaluation_policy(self) -> str:
@@ -73,7 +83,10 @@ class Job:
         """One counted denoiser forward under the engine's active policy: float32, shape of the latents. `stage`: the
         expert that all of sigma belong to."""
         self.forwards[purpose] += 1
-        self.engine.guard_check(self.engine.active, torch.is_grad_enabled(), tuple(latents.shape), stage)
+        # Height and width are a replica's own where media have several sizes.
+        shape = latents.shape if self.recipe.data.buckets is None else latents.shape[:-2]
+        what = (self.engine.active, torch.is_grad_enabled(), tuple(shape), stage)
+        self.engine.guard_check(*what, inputs=(latents, sigma, *conditioning.values()))
         return self.model.denoise(latents, sigma, conditioning, stage)
 
     def guided_velocity(
@@ -107,10 +120,13 @@ class Job:
         purpose: str,
         seeds: Sequence[int] | None = None,
         given: GivenLatents | None = None,
+        shape: tuple[int, ...] | None = None,
     ) -> Trajectory:
         """Denoise B samples as planned, under the engine's active policy (Sampler.generate)."""
         velocity = partial(self.velocity, purpose)
-        return self.sampler.generate(prompts, noise_seeds, plan, seeds=seeds, given=given, velocity=velocity)
+        return self.sampler.generate(
+            prompts, noise_seeds, plan, seeds=seeds, given=given, shape=shape, velocity=velocity
+        )
 
     def conditionings(
         self, prompts: Sequence[Prompt], given: GivenLatents | None = None
@@ -119,7 +135,10 @@ class Job:
         return self.sampler.conditionings(prompts, given)
 
     def media(self, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
-        """uint8 [B,H,W,3] or [B,T,H,W,3] of these latents, and whether each was finite (Sampler.media)."""
+        """uint8 [B,H,W,3] or [B,T,H,W,3] of these latents, and whether each was finite (Sampler.media). Only leaders
+        decode: the other ranks of a replica get none, [0]."""
+        if not self.world.is_leader:
+            return np.empty(0, np.uint8), finite_samples(latents)
         return self.sampler.media(latents)
 
     def should_stop(self) -> bool:
@@ -149,3 +168,44 @@ def build_engine(
     )
     model.denoiser = engine.forward_module
     return engine
+
+
+def open_job(
+    recipe: Recipe,
+    world: World,
+    stop: StopFlag,
+    model: DiffusionModel,
+    data: TrainingData,
+    start: Start,
+    resources: ExitStack,
+) -> Job:
+    """The engine around the denoiser, the caches, and the run's log, which `resources` closes. Collective."""
+    derived = derive(recipe, world.size)
+    engine = world.checked(lambda: build_engine(model, recipe, derived, world, engine_policies(recipe)))
+    texts = world.checked(lambda: text_cache(recipe, model, data))
+    if drop_idle_encoders(model, texts, needed_texts(recipe, model, data)):
+        log.info("all texts are in %s: the text encoders are not kept in memory", recipe.data.cache_dir)
+    latents = world.checked(lambda: latent_cache(recipe, model))
+    monitor = Monitor(
+        recipe.run.output_dir,
+        is_main=world.is_main,
+        tensorboard=recipe.logging.tensorboard,
+        console=recipe.logging.console,
+        total_steps=recipe.run.steps,
+        unit="videos" if model.video and recipe.sampling.num_frames > 1 else "images",
+        resumed_at=start.step * derived.updates_per_step if start.checkpoint else None,
+    )
+    resources.callback(monitor.close)
+    if world.is_main:
+        log_rejected(data)
+    return Job(
+        recipe=recipe,
+        derived=derived,
+        world=world,
+        stop=stop,
+        model=model,
+        engine=engine,
+        texts=texts,
+        latents=latents,
+        monitor=monitor,
+    )

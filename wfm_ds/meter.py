@@ -15,7 +15,7 @@ from wfm_ds.world import World
 
 
 class Meter:
-    """Weighted figures over all terms of a step and all ranks: means, unless the name says otherwise.
+    """Weighted figures over all terms of a step and all replicas: means, unless the name says otherwise.
 
     `x_std` is a population standard deviation; a name with the word `max` (`x_max`, `x_max_abs_dev`) is a maximum.
     Every rank adds the same names in the same order. A name without any weight is absent from the result.
@@ -44,8 +44,8 @@ class Meter:
         self._weights[name] = self._weights.get(name, 0) + weight_B.double().sum()
 
     def collect(self, world: World) -> dict[str, float]:
-        """The values over all ranks, on every rank; collective. Empties the meter."""
-        totals = world.sums(
+        """The values over all replicas, on every rank; collective. Empties the meter."""
+        totals = world.replica_sums(
             {f"s:{n}": float(v) for n, v in self._sums.items()} | {f"w:{n}": float(v) for n, v in self._weights.items()}
         )
         values = {n: totals[f"s:{n}"] / totals[f"w:{n}"] for n in self._sums if totals[f"w:{n}"] > 0}

@@ -20,6 +20,7 @@ VALIDATION = "validation.prompts names a file, and the rewards are those of trai
 OPTIONS = "a reward's options are in its entry of reward.functions"
 ALWAYS = "there is no other way here"
 MISSING = "not available"
+STORAGE = "checkpoint.storage: s3://BUCKET/FOLDER keeps a copy of all that a run leaves"
 
 # Table, its keys (`*`: whatever it holds), reason.
 _ROWS = (
@@ -66,7 +67,8 @@ _ROWS = (
     ("train", "sequence_packing", LANGUAGE),
     ("train.ckpt", "save_mode", "a checkpoint is complete or absent"),
     ("train.ckpt", "save_freq_in_epoch", "checkpoints are counted in steps: checkpoint.every"),
-    ("train.ckpt", "upload_hf hf_repo_name upload_s3 s3_bucket s3_prefix", MISSING),
+    ("train.ckpt", "upload_hf hf_repo_name", MISSING),
+    ("train.ckpt", "upload_s3 s3_bucket s3_prefix", STORAGE),
     ("train.train_policy", "type trainer_type", "it became algorithm.name"),
     ("train.train_policy", "uncentralized_training", ONE_PROGRAM),
     ("train.train_policy", "use_remote_reward", "rewards are computed by processes of their own in any case"),
@@ -139,7 +141,8 @@ _ROWS = (
     ("trainer", "logging_iter", WANDB),
     ("trainer", "max_val_iter", "validation.num_prompts and validation.num_images"),
     ("trainer", "grad_accum_iter", "reinforcement learning derives it"),
-    ("trainer", "timeout_period straggler_detection.* profiling.* use_s3", MISSING),
+    ("trainer", "timeout_period straggler_detection.* profiling.*", MISSING),
+    ("trainer", "use_s3", STORAGE),
     ("dataloader_train", "type image_dataloader.*", "data.path is one folder"),
     ("dataloader_train.video_dataloader", "type ratio webdataset text_encoder_type", "data.path is one folder"),
     ("dataloader_train.video_dataloader", "batch_size", "engine.micro_batch_size"),
@@ -154,7 +157,7 @@ _ROWS = (
     ),
     ("checkpoint", "load_training_state only_load_scheduler_state strict_resume keys_not_to_resume", "see run.resume"),
     ("checkpoint", "load_ema_to_reg dcp_allow_mismatched_size jit.*", MISSING),
-    ("checkpoint", "save_to_object_store.* load_from_object_store.*", MISSING),
+    ("checkpoint", "save_to_object_store.* load_from_object_store.*", STORAGE),
 )
 GONE = {f"{table}.{key}".strip("."): reason for table, keys, reason in _ROWS for key in keys.split()}
 

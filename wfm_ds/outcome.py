@@ -64,7 +64,7 @@ def finish_step(job: Job, step: int, updates: Sequence[Mapping[str, float]], *, 
     counts = {f"perf/forwards_{name}": float(count) for name, count in sorted(job.forwards.items())}
     job.forwards.clear()
     speed = {
-        "perf/images_per_s": samples / times["time/step"],
+        "perf/samples_per_s": samples / times["time/step"],
         "perf/samples_per_s_per_gpu": samples / times["time/step"] / job.world.size,
     }
     first_update = (step - 1) * job.derived.updates_per_step + 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +10,8 @@ from pathlib import Path
 import torch
 
 from wfm_ds.algorithms import build_rl, rl_policies
-from wfm_ds.datasets import TrainingData, load_data, readable
-from wfm_ds.derived import derive
+from wfm_ds.datasets import TrainingData, buckets_of, load_data, readable
+from wfm_ds.derived import derive, num_replicas
 from wfm_ds.ds_config import deepspeed_config, require_idle_experts
 from wfm_ds.errors import RecipeError
 from wfm_ds.estimate import lora_parameters, memory_lines
@@ -23,6 +22,7 @@ from wfm_ds.recipe import Recipe, RewardFunction
 from wfm_ds.recipe_algorithms import DdrlAlgorithm, SftAlgorithm
 from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.types import Prompt
+from wfm_ds.world import ranks_per_node
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +63,10 @@ def check_needs(function: RewardFunction, prompts: Sequence[Prompt], *, local: b
         rewards.create(function.name, "cpu", function.options)
 
 
-def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
-    """The recipe's pipeline; its denoiser re-initialised when the recipe trains from scratch. Raises ModelError when it
-    cannot be loaded, RecipeError when the recipe's size does not fit the family."""
+def load_model(recipe: Recipe, device: torch.device, *, placed: bool = False) -> DiffusionModel:
+    """The recipe's pipeline, its denoiser as it is stored until an engine places it (`placed`: on the device, for use
+    without an engine), or re-initialised when the recipe trains from scratch. Raises ModelError when it cannot be
+    loaded, RecipeError when the recipe's size does not fit the family."""
     settings, size = recipe.model, recipe.sampling
     model = registry.load(
         settings.path,
@@ -74,6 +75,7 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
         max_sequence_length=settings.max_sequence_length,
         prompt_template=settings.prompt_template,
         guardrail=settings.guardrail,
+        mapped=settings.denoiser_init != "random" and not placed,
     )
     try:
         model.latent_shape(size.height, size.width, size.num_frames)
@@ -87,6 +89,7 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
         check_given_frames(recipe.algorithm, model, shape)
         if recipe.algorithm.flow_shift is None:
             _ = model.flow_shift  # raises where the scheduler has none
+    buckets_of(recipe, model)  # raises for sizes that the family has not
     if len(model.sigma_ranges) > 1:
         require_idle_experts(recipe)
     elif size.guidance_scale_low is not None:
@@ -138,13 +141,14 @@ def engine_policies(recipe: Recipe) -> frozenset[str]:
 
 def preflight(recipe: Recipe, world_size: int) -> TrainingData:
     """The data, once what can be refused cheaply was, in the order in which a user would fix it. Writes nothing."""
+    num_replicas(recipe, world_size, ranks_per_node=ranks_per_node(world_size))
     derived = derive(recipe, world_size)
     deepspeed_config(
         recipe,
         accumulation=derived.accumulation,
         policies=engine_policies(recipe),
         world_size=world_size,
-        ranks_per_node=int(os.environ.get("LOCAL_SIZE", world_size)),
+        ranks_per_node=ranks_per_node(world_size),
     )
     registry.resolve(recipe.model.path)
     for doubt in recipe.doubts():
@@ -159,8 +163,8 @@ def report(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> str:
     """What `--check` prints when all is well. Raises UserError otherwise."""
     start = find_start(recipe, world_size, overwrite=overwrite)
     data = preflight(recipe, world_size)
-    readable(data.samples, recipe, NUM_DECODED, whole=data.num_samples)
     model = load_model(recipe, torch.device("cpu"))
+    readable(data.samples, recipe, buckets_of(recipe, model), NUM_DECODED, whole=data.num_samples)
     check_spawned_rewards(recipe)
     counts = (
         f"prompts                    {len(data.prompts)}"

@@ -22,7 +22,7 @@ from pydantic import (
 from wfm_ds.recipe_algorithms import Algorithm, DdrlAlgorithm, FlowGrpoAlgorithm, RlSettings
 from wfm_ds.recipe_data import DataRecipe
 from wfm_ds.recipe_sampling import EDM_SOLVERS, NOISE_LEVELS, SamplingRecipe
-from wfm_ds.recipe_section import Decay, Fraction, Section, UserAddress, UserPath
+from wfm_ds.recipe_section import Decay, Fraction, Section, StorageAddress, UserAddress, UserPath
 from wfm_ds.recipe_unread import unread_async_keys, unread_keys
 
 
@@ -30,14 +30,16 @@ class RunRecipe(Section):
     """Where the run writes, how long it is, and the seed that everything random is derived from."""
 
     output_dir: UserPath
-    """Folder for everything that the run writes. Created; must not hold a run of another recipe."""
+    """Folder on this machine for everything that the run writes. Created; must not hold a run of another recipe.
+    checkpoint.storage copies it to S3."""
     steps: PositiveInt
     """Optimizer steps for SFT, RL steps for reinforcement learning."""
     seed: NonNegativeInt = 0
     """All randomness follows from (seed, step, sample id), never from the rank or the world size."""
     resume: Annotated[str, Field(min_length=1)] = "auto"
-    """`auto` continues the run that output_dir holds, from its newest checkpoint; `never` refuses a folder with a run;
-    a path (checkpoints/step_N of another run) is where a run in a new folder begins."""
+    """`auto` continues the run that output_dir or checkpoint.storage holds, from the newest checkpoint; `never` refuses
+    a folder with a run; a path or s3:// address (checkpoints/step_N of another run) is where a run in a new folder
+    begins."""
 
 
 class ModelRecipe(Section):
@@ -88,13 +90,20 @@ class EngineRecipe(Section):
     deepspeed: str = "zero2"
     """A name in ds_configs/ (zero1, zero2, zero3, ...) or the path of a DeepSpeed JSON. It owns ZeRO settings only."""
     micro_batch_size: PositiveInt = 1
-    """Training terms (SFT: samples; RL: pairs of sample and timestep) per forward and rank."""
+    """Training terms (SFT: samples; RL: pairs of sample and timestep) per forward and rank, or per forward and
+    replica of `sequence_parallel` ranks."""
     gradient_accumulation: PositiveInt = 1
     """SFT: micro-batches per optimizer step. RL derives it: all terms of an update, divided by micro_batch_size."""
     max_forward_batch: PositiveInt = 16
     """Samples per forward without gradient (rollout, validation, old and reference predictions)."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Gradients are clipped to this global norm; 0 switches clipping off."""
+    sequence_parallel: PositiveInt = 1
+    """Neighbouring ranks that work on the same samples together, each on its share of the tokens: for videos whose
+    activations one GPU cannot hold. Divides the ranks of a node."""
+    timeout_minutes: PositiveFloat = 30.0
+    """A run of several ranks ends, and names the rank that the others wait for, when none has begun a forward, step or
+    exchange for so long. Longer than loading the model, a reward or writing a checkpoint takes."""
     guard: bool = False
     """Before every forward, check that all ranks are about to do the same one. For debugging; costs one small
     all-reduce a forward."""
@@ -214,6 +223,9 @@ class RewardRecipe(Section):
     def _one_source(self) -> RewardRecipe:
         if self.spawn == (self.endpoint is not None):
             raise ValueError("set either spawn: true, or endpoint together with spawn: false")
+        if not self.spawn:  # a service that runs already has settings of its own
+            for function in self.functions:
+                function.require_default("workers", "max_batch", unless="reward.spawn: true")
         names = [f.name for f in self.functions]
         if len(set(names)) != len(names):
             raise ValueError(f"each reward may be named once, got {names}")
@@ -250,9 +262,15 @@ class CheckpointRecipe(Section):
     """Steps between resumable checkpoints; the last step gets one too. 0: only when the run is stopped by SIGTERM or
     SIGINT, which always saves."""
     keep: PositiveInt = 2
-    """Checkpoints that stay; older ones are removed when a new one is complete."""
+    """Checkpoints that stay; older ones are removed when a new one is complete (in storage, where that is set)."""
     export_every: NonNegativeInt = 0
     """Steps between exports to safetensors/ in diffusers' format; 0 only at the end."""
+    storage: StorageAddress | None = None
+    """An `s3://bucket/folder` address of this run alone. All that the run leaves in run.output_dir is copied there
+    while it goes on; in an empty folder, on another machine, it continues from the newest checkpoint there."""
+    storage_timeout_s: PositiveFloat = 300.0
+    """At its end the run waits for its copies; if the storage takes nothing for so long, it ends with exit code 1 and
+    says what is missing there."""
 
 
 class LoggingRecipe(Section):
@@ -352,6 +370,8 @@ class Recipe(Section):
                 f"algorithm {algorithm.name} trains on noisy denoise steps, and sampling.solver {solver} has none: "
                 f"choose {', '.join(NOISE_LEVELS)}"
             )
+        if solver != "cps":
+            algorithm.require_default("log_prob", unless="sampling.solver: cps")
         if algorithm.kl_beta > 0 and algorithm.kl_type == "flow_grpo" and solver == "cps":
             raise ValueError("algorithm.kl_type flow_grpo is not defined for sampling.solver cps: choose gaussian")
 

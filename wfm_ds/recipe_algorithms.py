@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from wfm_ds.recipe_sampling import SamplingRecipe
 from wfm_ds.recipe_section import Decay, Section
 
 
@@ -45,6 +46,14 @@ class SftAlgorithm(Section):
         low, high = self.min_num_conditional_frames, self.max_num_conditional_frames
         if low > high:
             raise ValueError(f"min_num_conditional_frames {low} is above max_num_conditional_frames {high}: raise it")
+        return self
+
+    @model_validator(mode="after")
+    def _all_read(self) -> SftAlgorithm:
+        if self.timestep_density != "logit_normal":
+            self.require_default("logit_mean", "logit_std", unless="timestep_density: logit_normal")
+        if self.timestep_density != "mode":
+            self.require_default("mode_scale", unless="timestep_density: mode")
         return self
 
 
@@ -90,6 +99,10 @@ class RlSettings(Section):
     updates_per_rollout: PositiveInt = 1
     """Optimizer steps per RL step; the samples are split among them."""
 
+    def num_trained_timesteps(self, sampling: SamplingRecipe) -> int:
+        """Noise levels that each sample of an RL step is trained on."""
+        raise NotImplementedError
+
     @model_validator(mode="after")
     def _comparable(self) -> RlSettings:
         if self.best_of_n is not None and self.best_of_n % 2:
@@ -113,6 +126,9 @@ class NftAlgorithm(RlSettings):
     old_decay: Literal["copy", "standard", "slow"] | DecaySchedule = "standard"
     """How the rollout policy follows the trained one: copy (0), standard (rises by .001 a step to .5), slow (copies for
     75 steps, then rises by .0075 a step to .999), or a mapping of its own."""
+
+    def num_trained_timesteps(self, sampling: SamplingRecipe) -> int:
+        return num_of_share(sampling.steps, self.timestep_fraction)
 
 
 class FlowGrpoAlgorithm(RlSettings):
@@ -153,6 +169,17 @@ class FlowGrpoAlgorithm(RlSettings):
     """GRPO-Guard (arXiv 2510.22319): a ratio without negative bias, on one scale for all steps."""
     guard_reweight: bool = True
     """GRPO-Guard: divide each step's loss by its length in sigma."""
+
+    def num_trained_timesteps(self, sampling: SamplingRecipe) -> int:
+        return num_of_share(sampling.num_noisy_steps, self.timestep_fraction)
+
+    @model_validator(mode="after")
+    def _all_read(self) -> FlowGrpoAlgorithm:
+        if not self.guard:
+            self.require_default("guard_reweight", unless="guard: true")
+        if self.clip_ratio_low is not None and self.clip_ratio_high is not None:
+            self.require_default("clip_ratio", unless="clip_ratio_low or clip_ratio_high unset")
+        return self
 
 
 class DdrlAlgorithm(RlSettings):
@@ -197,6 +224,9 @@ class DdrlAlgorithm(RlSettings):
     """What exp(-A) is taken from. 1 lowers the variance and keeps the mean."""
     loss_scale: PositiveFloat = 1.0
     """Factor of the whole loss: it moves the threshold of engine.max_grad_norm, Adam ignores it."""
+
+    def num_trained_timesteps(self, sampling: SamplingRecipe) -> int:
+        return len(self.train_on)
 
     @model_validator(mode="after")
     def _consistent(self) -> DdrlAlgorithm:

@@ -36,8 +36,12 @@ class DataRecipe(Section):
     """Where in a video its clip lies: at random, elsewhere each epoch, or in the middle."""
     crop: Literal["centre", "random"] = "centre"
     """Which part of media with another aspect ratio is kept: the middle, or another one each epoch."""
+    buckets: Literal["auto"] | Annotated[list[tuple[PositiveInt, PositiveInt]], Field(min_length=1)] | None = None
+    """Train media at several sizes, [height, width] each: a medium is cut to the one nearest to its own shape, and a
+    micro-batch (ddrl: an RL step) has one of them. `auto`: sampling.height x width and about as many pixels in the
+    usual shapes from 2:1 to 1:2. Unset: all are cut to sampling.height x width."""
     max_upscale: Annotated[float, Field(ge=1)] = 2.0
-    """Media that must be enlarged more than this to cover height x width are skipped and counted as too_small."""
+    """Media that must be enlarged more than this to cover their size are skipped and counted as too_small."""
     workers: PositiveInt = 2
     """Threads of each rank that read and decode ahead."""
     allow_pickle: bool = False
@@ -45,7 +49,7 @@ class DataRecipe(Section):
     cache_dir: UserPath | None = None
     """A folder for what is computed once for all runs: text embeddings, latents, indices of tar shards. Unset: none."""
     cache_latents: bool = False
-    """SFT: keep the latents of all training media in cache_dir. Needs the same pixels in every epoch: clip and crop
+    """Keep the latents of all training media in cache_dir. Needs the same pixels in every epoch: clip and crop
     `centre`."""
 
     @property
@@ -65,6 +69,8 @@ class DataRecipe(Section):
             raise ValueError(f"kind {self.kind} reads one folder of this machine: lists and URLs are for webdataset")
         if self.allow_pickle and self.kind != "cosmos":
             raise ValueError(f"allow_pickle is about the embeddings of kind cosmos, not {self.kind}: remove it")
+        if isinstance(self.buckets, list) and len(set(self.buckets)) < len(self.buckets):
+            raise ValueError(f"buckets names a size twice: {[list(size) for size in self.buckets]}")
         if self.cache_latents and (self.cache_dir is None or "random" in (self.clip, self.crop)):
             raise ValueError("cache_latents needs a cache_dir, and clip: centre and crop: centre")
         return self

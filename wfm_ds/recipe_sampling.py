@@ -131,7 +131,8 @@ class SamplingRecipe(Section):
     guidance_scale: Annotated[float, Field(ge=1)] = 1.0
     """w in v_uncond + w * (v_cond - v_uncond), in rollouts, validation and samples; 1 runs no unconditional pass."""
     guidance_scale_low: Annotated[float, Field(ge=1)] | None = None
-    """Models with two experts (Wan 2.2 A14B): w of the one for less noise. Unset: guidance_scale."""
+    """Models with two experts (Wan 2.2 A14B): w of the one for less noise; 1 runs no unconditional pass there. Unset:
+    guidance_scale."""
     negative_prompt: str | None = None
     """Text of the unconditional pass when guidance_scale > 1. Unset: the family's stock negative prompt."""
 

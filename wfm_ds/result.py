@@ -30,11 +30,13 @@ def write_result(
     artifacts: Mapping[str, str],
     started: datetime.datetime,
     message: str = "",
+    storage: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write `output_dir/result.json` and return its path. The file is complete or absent.
 
     `step` is the last one done, `metrics` the last values by tag (not finite: null), `artifacts` what the run left
-    behind by kind, as paths. `started` must know its time zone. `message` says why a run failed.
+    behind by kind, as paths. `started` must know its time zone. `message` says why a run failed, `storage` what became
+    of its copies, as JSON.
     Raises ValueError on an unknown status, OSError if the folder cannot be written.
     """
     if status not in STATUSES:
@@ -49,6 +51,7 @@ def write_result(
         "seconds": round((finished - started).total_seconds(), 3),
         "metrics": {tag: finite_or_none(value) for tag, value in metrics.items()},
         "artifacts": dict(artifacts),
+        **({} if storage is None else {"storage": dict(storage)}),
     }
     path = output_dir / "result.json"
     atomic.write_text(path, json.dumps(result, indent=2, allow_nan=False) + "\n")

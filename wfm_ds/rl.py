@@ -148,10 +148,10 @@ class RlTrainer:
             return [[], *(self.predictions("old", self.micro_batches(terms, rollouts), size) for terms in parts[1:])]
 
     def train_step(self, terms: Sequence[Term], rollouts: StepRollouts, recalled: list[Tensor]) -> dict[str, float]:
-        """One optimizer step on these terms of this rank, levelled."""
+        """One optimizer step on these terms of this replica, levelled."""
         job, engine = self.job, self.job.engine
-        # Counted over all ranks before the first backward: one denominator for all micro-batches.
-        num_terms = int(job.world.sums({"terms": sum(t.weight for t in terms)})["terms"])
+        # Counted over all replicas before the first backward: one denominator for all micro-batches.
+        num_terms = int(job.world.replica_sums({"terms": sum(t.weight for t in terms)})["terms"])
         micros = self.micro_batches(terms, rollouts)
         engine.expect(len(micros))
         references = self.reference_velocities(micros, recalled)

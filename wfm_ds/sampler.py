@@ -56,10 +56,12 @@ class Sampler:
         *,
         seeds: Sequence[int] | None = None,
         given: GivenLatents | None = None,
+        shape: tuple[int, ...] | None = None,
         velocity: Velocity | None = None,
     ) -> Trajectory:
         """Denoise B samples as planned. noise_seeds: of the initial noise; seeds: of what the plan draws besides,
-        unless they are the same. velocity: the forward to use, if not the model's own."""
+        unless they are the same. shape: of one sample's latents, unless latent_shape. velocity: the forward to use, if
+        not the model's own."""
         conditioning, contrast = self.conditionings(prompts, given)
 
         def predict(latents: Tensor, sigma: float) -> Tensor:
@@ -67,7 +69,7 @@ class Sampler:
             stage = self.model.stage_of(sigma)
             return self.guided(velocity or self.model.denoise, latents, sigma_B, conditioning, contrast, stage)
 
-        noise = seeded_normal(noise_seeds, self.latent_shape, self.model.device)
+        noise = seeded_normal(noise_seeds, shape or self.latent_shape, self.model.device)
         return plan.run(predict, noise, noise_seeds if seeds is None else seeds)
 
     def guided(
@@ -81,14 +83,16 @@ class Sampler:
         *,
         contrast_velocity: Velocity | None = None,
     ) -> Tensor:
-        """`velocity`, guided by the scale away from `contrast` (see unconditional; None: not guided), whose forward may
-        be another one. Gradient flows through the conditional half only."""
+        """`velocity`, guided by the scale of the expert `stage` away from `contrast` (see unconditional; None: not
+        guided), whose forward may be another one; without it where that scale is 1. Gradient flows through the
+        conditional half only."""
         conditional = velocity(latents, sigma, conditioning, stage)
-        if contrast is None:
+        scale = self.settings.guidance_of(stage or 0)
+        if contrast is None or scale == 1:
             return conditional
         with torch.no_grad():
             unconditional = (contrast_velocity or velocity)(latents, sigma, contrast, stage)
-        return self.model.combine_guidance(conditional, unconditional, self.settings.guidance_of(stage or 0))
+        return self.model.combine_guidance(conditional, unconditional, scale)
 
     def conditionings(
         self, prompts: Sequence[Prompt], given: GivenLatents | None = None
@@ -114,11 +118,17 @@ class Sampler:
     def media(self, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
         """uint8 [B,H,W,3] of these latents, of video families [B,T,H,W,3], and whether each was finite: one that was
         not is shown as mid-grey latents and must not be scored."""
-        finite = latents.flatten(1).isfinite().all(1)
-        shown = torch.where(finite.view(-1, *[1] * (latents.ndim - 1)), latents, 0.0)
+        finite = finite_samples(latents)
+        shown = torch.stack([row if ok else torch.zeros_like(row) for row, ok in zip(latents, finite, strict=True)])
         # One sample after the other: decoded at once, a batch of them needs more memory than the denoiser.
         parts = [self.model.to_uint8(self.model.decode(part)) for part in torch.split(shown, 1)]
-        return np.concatenate(parts), finite.tolist()
+        return np.concatenate(parts), finite
+
+
+def finite_samples(latents: Tensor) -> list[bool]:
+    """Of each sample of [B, ...], whether all of it is finite."""
+    finite: list[bool] = latents.flatten(1).isfinite().all(1).tolist()
+    return finite
 
 
 def negatives(model: DiffusionModel, settings: SamplingRecipe, prompts: Sequence[Prompt]) -> list[NegativeText]:

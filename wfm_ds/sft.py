@@ -32,6 +32,7 @@ from wfm_ds.models.base import NegativeText
 from wfm_ds.models.given import MASK, with_given
 from wfm_ds.outcome import FiniteSteps, Outcome, engine_metrics, finish_step
 from wfm_ds.recipe_algorithms import SftAlgorithm
+from wfm_ds.replica_data import read_once
 from wfm_ds.sampling.noise import noisy_latents, seeded_normal
 from wfm_ds.seeds import derive_seed, uniform
 from wfm_ds.validation import Validator
@@ -54,7 +55,7 @@ class SftTrainer:
         self.metrics: dict[str, float] = {}  # of the last step
 
     def run(self) -> Outcome:
-        job = self.job
+        job, world = self.job, self.job.world
         self.validator.at_start(self.step)
         job.monitor.progress(self.step, samples=0)
         while self.step < job.recipe.run.steps:
@@ -63,10 +64,10 @@ class SftTrainer:
                 return Outcome("preempted", self.step, self.metrics)
             self.step += 1
             with job.timer("data_wait"):
-                samples = job.world.checked(lambda: self.source.batch(self.step, job.world.rank, job.world.size))
+                samples = read_once(world, lambda: self.source.batch(self.step, world.dp_rank, world.dp_size))
             with job.timer("train"):
                 self.metrics = self.train_step(samples)
-            self.metrics |= self.source.bad_counts(job.world.sums)
+            self.metrics |= self.source.bad_counts(world.replica_sums)
             self.validator.after_step(self.step)
             self.exporter.after_step(self.step)
             finish_step(job, self.step, [self.metrics], samples=job.derived.samples_per_step)
@@ -79,14 +80,14 @@ class SftTrainer:
             "step": self.step,
             "metrics": self.metrics,
             "nonfinite_in_a_row": self.finite.in_a_row,
-            "sources": self.job.world.gather(self.source.state()),
+            "sources": self.job.world.replica_gather(self.source.state()),
             "validator": self.validator.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         self.step, self.metrics = state["step"], state["metrics"]
         self.finite.in_a_row = state["nonfinite_in_a_row"]
-        self.source.restore_from_ranks(state["sources"], self.job.world.rank, self.job.world.size)
+        self.source.restore_from_ranks(state["sources"], self.job.world.dp_rank, self.job.world.dp_size)
         self.validator.restore(state["validator"])
 
     def train_step(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
@@ -140,14 +141,22 @@ def loss_buckets(prefix: str, sigma_B: Tensor, shift: float) -> dict[str, Tensor
 
 
 def clean_latents(job: Job, samples: Sequence[TrainingSample]) -> Tensor:
-    """Latents [B, ...] float32 of these samples, kept where the run keeps latents."""
+    """Latents [B, ...] float32 of these samples, from the leader of the replica; collective."""
+    return job.world.share_tensor(encoded(job, samples) if job.world.is_leader else None)
+
+
+def encoded(job: Job, samples: Sequence[TrainingSample]) -> Tensor:
+    """Latents [B, ...] float32 of samples that were read, kept where the run keeps latents."""
     pixels = {i: sample.pixels for i, sample in enumerate(samples) if sample.pixels is not None}
     if job.latents is None:
         return job.model.encode_media(list(pixels.values()))
     # One by one, as in the text cache: the last bits must not depend on what happens to be cached.
     fresh = {i: job.model.encode_media([array])[0] for i, array in pixels.items()}
     for i, latents in fresh.items():
-        job.latents.write(samples[i].media.identity(), latents)
+        media, framing = samples[i].media, samples[i].framing
+        assert media is not None
+        assert framing is not None
+        job.latents.write(media, framing, latents)
     rows = [fresh.get(i, sample.latents) for i, sample in enumerate(samples)]
     return torch.stack([row.to(job.world.device) for row in rows])
 
@@ -168,9 +177,10 @@ class ValidationLoss:
     Noise depends on (sample, j) alone and sigma_j = shift((j + .5) / M), M = 8: every evaluation sees the same terms.
     """
 
-    def __init__(self, job: Job, samples: Sequence[Sample], framing: Framing) -> None:
+    def __init__(self, job: Job, samples: Sequence[Sample], framings: Sequence[Framing]) -> None:
+        """`framings`: of each sample."""
         assert isinstance(job.recipe.algorithm, SftAlgorithm)
-        self.job, self.samples, self.framing = job, samples, framing
+        self.job, self.samples, self.framings = job, samples, framings
         self.settings = job.recipe.algorithm
         self.shift = self.settings.flow_shift or job.model.flow_shift
         self.sigmas = validation_sigmas(self.shift).tolist()
@@ -182,14 +192,16 @@ class ValidationLoss:
         model, meter = self.job.model, Meter()
         for stage in range(len(model.sigma_ranges)):
             levels = [j for j, sigma in enumerate(self.sigmas) if model.stage_of(sigma) == stage]
-            self.add([(i, j) for i in range(len(self.samples)) for j in levels], stage, meter)
+            for framing in dict.fromkeys(self.framings):
+                of_size = [i for i, other in enumerate(self.framings) if other == framing]
+                self.add([(i, j) for i in of_size for j in levels], stage, meter)
         return meter.collect(self.job.world)
 
     def add(self, terms: Sequence[tuple[int, int]], stage: int, meter: Meter) -> None:
-        """Measure these terms of one expert."""
+        """Measure these terms of one expert and one size."""
         world = self.job.world
-        per_rank = math.ceil(len(terms) / world.size)
-        mine = range(world.rank * per_rank, (world.rank + 1) * per_rank)
+        share = math.ceil(len(terms) / world.dp_size)
+        mine = range(world.dp_rank * share, (world.dp_rank + 1) * share)
         clean: dict[int, Tensor] = {}  # of the last forward's samples: the other levels of one follow
         for part in chunks(mine, self.job.recipe.engine.max_forward_batch):
             weight_B = torch.tensor([float(k < len(terms)) for k in part], device=world.device)
@@ -216,11 +228,16 @@ class ValidationLoss:
         return flow_loss(velocity, clean, noise, sigma_B, given_mask=given_mask), sigma_B
 
     def latents(self, index: int) -> Tensor:
-        """Clean latents [...] of this sample."""
-        cache, sample = self.job.latents, self.samples[index]
-        latents = None if cache is None else cache.read(sample.media.identity())
+        """Clean latents [...] of this sample, from the leader of the replica; collective."""
+        world = self.job.world
+        return world.share_tensor(self.encoded(index) if world.is_leader else None)
+
+    def encoded(self, index: int) -> Tensor:
+        """Clean latents [...] of this sample, read and encoded unless the run keeps them."""
+        cache, media, framing = self.job.latents, self.samples[index].media, self.framings[index]
+        latents = None if cache is None else cache.read(media, framing)
         if latents is None:
-            latents = self.job.model.encode_media([load_media(sample.media, self.framing, centre)])[0]
+            latents = self.job.model.encode_media([load_media(media, framing, centre)])[0]
             if cache is not None:
-                cache.write(sample.media.identity(), latents)
+                cache.write(media, framing, latents)
         return latents.to(self.job.world.device)

@@ -29,27 +29,28 @@ def is_remote(address: str) -> bool:
     return "://" in address
 
 
-def filesystem(address: str) -> tuple[Any, str]:
+def filesystem(address: str, num_tries: int | None = None) -> tuple[Any, str]:
     """The fsspec file system of a path or `s3://` address, and the path within it.
 
     S3 is asked with the four PROD_S3_CHECKPOINT_ variables; those that are not set are found where AWS's own tools find
-    them. Requests are tried NUM_TRIES times. StorageError for other kinds of address, for a key without its secret, and
-    where s3fs is not installed.
+    them. Requests are tried NUM_TRIES times, or `num_tries`. StorageError for other kinds of address, for a key without
+    its secret, and where s3fs is not installed.
     """
+    num_tries = num_tries or NUM_TRIES
     scheme, found, rest = address.partition("://")
     if not found:
         return fsspec.filesystem("file"), os.path.abspath(Path(address).expanduser())
     if scheme != "s3":
         raise StorageError(f"{address}: {scheme}:// is not supported; use a path or an s3:// address")
     try:
-        fs = fsspec.filesystem("s3", **s3_options(os.environ))
+        fs = fsspec.filesystem("s3", **s3_options(os.environ, num_tries))
     except ImportError as error:
         raise StorageError(f"{address}: s3fs is not installed; run `pip install wfm_ds[s3]`") from error
-    fs.retries = NUM_TRIES
+    fs.retries = num_tries
     return fs, rest
 
 
-def s3_options(environment: Mapping[str, str]) -> dict[str, Any]:
+def s3_options(environment: Mapping[str, str], num_tries: int) -> dict[str, Any]:
     """What s3fs is opened with. StorageError, which names variables and no value, if a key lacks its secret."""
     key, secret = environment.get(ACCESS_KEY), environment.get(SECRET_KEY)
     if bool(key) != bool(secret):
@@ -59,7 +60,7 @@ def s3_options(environment: Mapping[str, str]) -> dict[str, Any]:
     config = {
         "connect_timeout": CONNECT_TIMEOUT_S,
         "read_timeout": READ_TIMEOUT_S,
-        "retries": {"mode": "standard", "max_attempts": NUM_TRIES},
+        "retries": {"mode": "standard", "total_max_attempts": num_tries},
     }
     return {
         "key": key or None,
@@ -70,7 +71,7 @@ def s3_options(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def answering(address: str) -> Iterator[None]:
+def answering(address: str, action: str = "read") -> Iterator[None]:
     """Inside, what a storage that fails or refuses raises becomes StorageError. FileNotFoundError stays."""
     try:
         yield
@@ -78,7 +79,7 @@ def answering(address: str) -> Iterator[None]:
         raise
     except storage_errors(is_remote(address)) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise StorageError(f"{address} cannot be read: {reason[:300]}") from error
+        raise StorageError(f"{address} cannot be {action}: {reason[:300]}") from error
 
 
 @cache

@@ -9,14 +9,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import functools
 import logging
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from wfm_ds.checkpoint.checkpoints import Checkpoints
     from wfm_ds.checkpoint.exporter import Exporter
     from wfm_ds.datasets import TrainingData
+    from wfm_ds.ending import Ending
     from wfm_ds.job import Job
     from wfm_ds.lifecycle import StopFlag
     from wfm_ds.models.base import DiffusionModel
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from wfm_ds.world import World
 
 log = logging.getLogger("wfm_ds.train")  # run with -m, __name__ is another
+
+NAMED_FIRST_S = 60.0  # an exchange breaks so much later than the heartbeat can say why
 
 
 def parser() -> argparse.ArgumentParser:
@@ -97,7 +99,8 @@ def check(recipe: Recipe, rank: int, *, overwrite: bool) -> int:
     from wfm_ds.preflight import report
 
     if rank == 0:
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        # Without a launcher: as for the fewest ranks that can run it.
+        world_size = int(os.environ.get("WORLD_SIZE", str(recipe.engine.sequence_parallel)))
         sys.stdout.write(report(recipe, world_size, overwrite=overwrite) + "\n")
         lifecycle.write_status("finished", 0)
     return 0
@@ -108,13 +111,17 @@ def run(recipe: Recipe, stop: StopFlag, *, overwrite: bool) -> int:
     import torch.distributed as dist
 
     from wfm_ds import lifecycle
+    from wfm_ds.ending import Ending
+    from wfm_ds.heartbeat import start
     from wfm_ds.logs import setup_logging
     from wfm_ds.world import World
 
     setup_logging(None, int(os.environ.get("RANK", "0")), console=True)
-    world = World.join()
+    stuck_s = 60 * recipe.engine.timeout_minutes
+    world = World.join(stuck_s + NAMED_FIRST_S)
     ending = Ending(recipe.run.output_dir, world)
     try:
+        ending.heartbeat = start(world, stuck_s=stuck_s, on_end=ending.judged)
         outcome = prepare_and_train(recipe, world, stop, ending, overwrite=overwrite)
     except UserError as error:
         ending.failed(str(error))
@@ -125,86 +132,57 @@ def run(recipe: Recipe, stop: StopFlag, *, overwrite: bool) -> int:
         return 1
     except Exception as error:
         # The border of the process: what nobody expected is recorded and then shown in full.
-        ending.failed(f"{type(error).__name__}: {error}")
+        if ending.unexpected(error):
+            return 1
         raise
     ending.reached(outcome)
     dist.destroy_process_group()
-    return 0
-
-
-class Ending:
-    """Writes result.json once, on rank 0, as the run's last act; nothing before the output folder is ours.
-
-    A run that ends in an error before its first step takes back what it wrote, so that the mended recipe can start.
-    """
-
-    def __init__(self, folder: Path, world: World) -> None:
-        self.folder, self.world = folder, world
-        self.started = datetime.datetime.now(datetime.UTC)
-        self.start: Start | None = None  # once the folder is ours
-        self.loop: RlTrainer | SftTrainer | None = None  # once it runs
-        self.exporter: Exporter | None = None
-
-    def reached(self, outcome: Outcome) -> None:
-        from wfm_ds.lifecycle import write_status
-
-        if self.world.is_main:
-            if self.start is not None:  # not if the run had finished before
-                self._write(outcome.status, outcome.step, outcome.metrics, "")
-            write_status(outcome.status, outcome.step)
-
-    def failed(self, message: str) -> None:
-        from wfm_ds.output import REWARD, ROLLOUT, clear_run
-
-        if self.start is None or not self.world.is_main:
-            return
-        if self.loop is not None:
-            self._write("failed", self.loop.step, self.loop.metrics, message)
-        elif self.start.checkpoint is None:
-            clear_run(self.folder, keep=[REWARD, ROLLOUT])  # their logs may be what the message is about
-
-    def _write(self, status: str, step: int, metrics: Mapping[str, float], message: str) -> None:
-        from wfm_ds.result import write_result
-
-        artifacts = self.exporter.artifacts if self.exporter is not None else {}
-        write_result(
-            self.folder,
-            status=status,
-            step=step,
-            metrics=metrics,
-            artifacts=artifacts,
-            started=self.started,
-            message=message,
-        )
+    return ending.exit_code
 
 
 def prepare_and_train(
     recipe: Recipe, world: World, stop: StopFlag, ending: Ending, *, overwrite: bool = False
 ) -> Outcome:
     """Check and load everything on all ranks, only then create, clear or open the output folder, and train."""
+    from wfm_ds.derived import num_replicas
     from wfm_ds.logs import setup_logging
     from wfm_ds.outcome import Outcome
-    from wfm_ds.output import clear_run, locked, open_output
+    from wfm_ds.output import locked, open_output
     from wfm_ds.preflight import load_model, preflight
+    from wfm_ds.stored_run import clear, fetched, finish, open_mirror, require_storage, send_rest
+    from wfm_ds.world import ranks_per_node
 
     folder = recipe.run.output_dir
+    num_replicas(recipe, world.size, ranks_per_node=ranks_per_node(world.size))
+    world = world.in_replicas(recipe.engine.sequence_parallel)
     start = agreed_start(recipe, world, overwrite=overwrite)
     if start.finished:
         log.info("%s holds this run, finished with step %d: nothing to do", folder, start.step)
+        ending.copies = send_rest(recipe, world)
         return Outcome("finished", start.step)
+    world.checked(lambda: require_storage(recipe), on="main")
     data = world.checked(lambda: preflight(recipe, world.size))
     model = world.checked(lambda: load_model(recipe, world.device))
     drawn = [prompt.text for prompt in (*data.prompts, *data.shown)]
     world.checked(lambda: model.check_prompts(drawn[world.rank :: world.size]))
     with contextlib.ExitStack() as held:
         world.checked(lambda: held.enter_context(locked(folder)), on="main")
-        if overwrite and world.is_main:
-            clear_run(folder)
+        mirror = open_mirror(recipe, world)
+        if overwrite:
+            world.checked(lambda: clear(recipe, mirror), on="main")
+        start = fetched(recipe, world, mirror, start)
         world.checked(lambda: open_output(recipe, start), on="main")
-        ending.start = start
+        ending.start, ending.mirror = start, mirror
         setup_logging(folder, world.rank, console=recipe.logging.console)
         endpoint = held.enter_context(reward_endpoint(recipe, world))
-        return train(recipe, world, stop, model, data, endpoint, ending)
+        try:
+            outcome = train(recipe, world, stop, model, data, endpoint, ending)
+        except (RunError, UserError):  # raised on all ranks alike
+            if ending.loop is not None:
+                ending.copies = finish(recipe, world, mirror)
+            raise
+        ending.copies = finish(recipe, world, mirror)
+        return outcome
 
 
 def agreed_start(recipe: Recipe, world: World, *, overwrite: bool) -> Start:
@@ -242,51 +220,17 @@ def train(
     ending: Ending,
 ) -> Outcome:
     """Wrap the denoiser, run the recipe's loop, evaluate and export. Every rank returns the same outcome."""
-    from wfm_ds.algorithms import build_rl
-    from wfm_ds.caches import drop_idle_encoders, latent_cache, needed_texts, text_cache
     from wfm_ds.checkpoint.checkpoints import Checkpoints
     from wfm_ds.checkpoint.exporter import Exporter
-    from wfm_ds.datasets import log_rejected
-    from wfm_ds.derived import derive
-    from wfm_ds.job import Job, build_engine
-    from wfm_ds.monitor import Monitor
-    from wfm_ds.preflight import engine_policies
+    from wfm_ds.job import open_job
+    from wfm_ds.stored_run import discard_fetched
 
     start = ending.start
     assert start is not None
-    size, derived = recipe.sampling, derive(recipe, world.size)
-    algorithm = None
-    if recipe.is_rl:
-        shape = model.latent_shape(size.height, size.width, size.num_frames)
-        algorithm = build_rl(recipe, model.sigmas(size.steps, shape))
-    engine = world.checked(lambda: build_engine(model, recipe, derived, world, engine_policies(recipe)))
-    texts = world.checked(lambda: text_cache(recipe, model, data))
-    if drop_idle_encoders(model, texts, needed_texts(recipe, model, data)):
-        log.info("all texts are in %s: the text encoders are not kept in memory", recipe.data.cache_dir)
+    algorithm = rl_algorithm(recipe, model)
     with contextlib.ExitStack() as resources:
-        monitor = Monitor(
-            recipe.run.output_dir,
-            is_main=world.is_main,
-            tensorboard=recipe.logging.tensorboard,
-            console=recipe.logging.console,
-            total_steps=recipe.run.steps,
-            unit="videos" if model.video and size.num_frames > 1 else "images",
-            resumed_at=start.step * derived.updates_per_step if start.checkpoint else None,
-        )
-        resources.callback(monitor.close)
-        job = Job(
-            recipe=recipe,
-            derived=derived,
-            world=world,
-            stop=stop,
-            model=model,
-            engine=engine,
-            texts=texts,
-            latents=world.checked(lambda: latent_cache(recipe, model)),
-            monitor=monitor,
-        )
-        if world.is_main:
-            log_rejected(data)
+        job = open_job(recipe, world, stop, model, data, start, resources)
+        job.mirror = ending.mirror
         exporter, checkpoints = Exporter(job), Checkpoints(job)
         loop: RlTrainer | SftTrainer
         if algorithm is not None:
@@ -295,6 +239,8 @@ def train(
             loop = supervision(job, data, exporter, checkpoints, resources)
         if start.checkpoint is not None:
             checkpoints.restore(loop, Path(start.checkpoint))
+            discard_fetched(recipe, world)
+        world.checked(lambda: ending.mirror.start() if ending.mirror is not None else None, on="main")
         ending.loop, ending.exporter = loop, exporter
         try:
             outcome = loop.run()
@@ -306,23 +252,42 @@ def train(
         exporter.at_end(outcome.step)
         # Who asks a run to stop does not wait for an evaluation.
         evaluation = loop.validator.at_end(outcome.step) if outcome.status == "finished" else {}
-        monitor.message(f"{outcome.status} at step {outcome.step}; result in {recipe.run.output_dir / 'result.json'}")
+        job.monitor.message(
+            f"{outcome.status} at step {outcome.step}; result in {recipe.run.output_dir / 'result.json'}"
+        )
     return dataclasses.replace(outcome, metrics={**outcome.metrics, **evaluation})
+
+
+def rl_algorithm(recipe: Recipe, model: DiffusionModel) -> RlAlgorithm | None:
+    """On the model's own grid of noise levels; None for SFT."""
+    from wfm_ds.algorithms import build_rl
+
+    size = recipe.sampling
+    if not recipe.is_rl:
+        return None
+    return build_rl(recipe, model.sigmas(size.steps, model.latent_shape(size.height, size.width, size.num_frames)))
 
 
 def supervision(
     job: Job, data: TrainingData, exporter: Exporter, checkpoints: Checkpoints, resources: contextlib.ExitStack
 ) -> SftTrainer:
-    from wfm_ds.datasets import batch_source, readable
+    from wfm_ds.datasets import batch_source, buckets_of, readable
+    from wfm_ds.replica_data import chosen_once
     from wfm_ds.sft import SftTrainer, ValidationLoss
     from wfm_ds.validation import Validator
 
-    recipe = job.recipe
-    source = batch_source(recipe, data, job.derived.samples_per_step, job.cached_latents)
+    recipe, world = job.recipe, job.world
+    buckets = buckets_of(recipe, job.model)
+    batches = {"global_batch": job.derived.samples_per_step, "unit": recipe.engine.micro_batch_size}
+    source = batch_source(job, data, buckets, **batches)
     resources.callback(source.close)
     num_images, whole = recipe.validation.num_images, data.num_samples
-    held_out = job.world.checked(lambda: readable(data.held_out, recipe, num_images, whole=whole))
-    loss = ValidationLoss(job, held_out, source.framing) if held_out else None
+    held_out = chosen_once(
+        world, data.held_out, lambda: readable(data.held_out, recipe, buckets, num_images, whole=whole)
+    )
+    places = world.checked(lambda: [buckets.index_of(sample.media) for sample in held_out], on="leaders")
+    framings = [buckets.framings[place] for place in world.share(places)]
+    loss = ValidationLoss(job, held_out, framings) if held_out else None
     return SftTrainer(job, source, Validator(job, data.shown, loss=loss), exporter, checkpoints)
 
 
@@ -359,7 +324,7 @@ def reinforcement(
 def group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources: contextlib.ExitStack) -> GroupSource:
     """Groups about the data's media, or about prompts where it has no media."""
     from wfm_ds.data.prompts import PromptOrder
-    from wfm_ds.datasets import batch_source
+    from wfm_ds.datasets import batch_source, buckets_of
     from wfm_ds.rollout.groups import PairGroups, PromptGroups
     from wfm_ds.sft import clean_latents
 
@@ -368,7 +333,8 @@ def group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources
     num_groups = recipe.rollout.prompts_per_step
     if not data.samples:
         return PromptGroups(PromptOrder(data.prompts, seed=seed, shuffle=recipe.data.shuffle), num_groups)
-    source = batch_source(recipe, data, num_groups, job.cached_latents)
+    # The rollouts of a step and their data have one size.
+    source = batch_source(job, data, buckets_of(recipe, job.model), global_batch=num_groups, unit=num_groups)
     resources.callback(source.close)
     return PairGroups(job, source, functools.partial(clean_latents, job), algorithm.num_given)
 

@@ -93,9 +93,9 @@ class Validator:
     def sample(self, items: Sequence[tuple[Prompt, int]], step: int, *, scored: bool) -> list[npt.NDArray[np.uint8]]:
         """Images uint8 [H,W,3] or videos [T,H,W,3] of the first `logging.num_samples` items, on rank 0; all items are
         scored."""
-        job = self.job
-        per_rank = math.ceil(len(items) / job.world.size)
-        mine = range(job.world.rank * per_rank, (job.world.rank + 1) * per_rank)
+        job, world = self.job, self.job.world
+        share = math.ceil(len(items) / world.dp_size)
+        mine = range(world.dp_rank * share, (world.dp_rank + 1) * share)
         wanted = min(job.recipe.logging.num_samples, len(items))
         shown: list[npt.NDArray[np.uint8]] = []
         plan = job.sampler.evaluation_plan()
@@ -109,16 +109,16 @@ class Validator:
             ).clean
             if scored:
                 assert self.rewards is not None
-                # Items beyond the last are repeats that keep ranks equal: scored under ids that nobody asks for.
+                # Items beyond the last are repeats that keep replicas equal: scored under ids that nobody asks for.
                 ids = [f"val/{step}/{k}" for k in part]
                 media, broken = submit_pictures(job, self.rewards, latents, ids, [prompt for prompt, _ in chosen])
                 self._broken |= broken
             else:
                 media, _ = job.media(latents)
-            shown += list(media[: min(wanted, per_rank) - len(shown)])
-        if wanted <= per_rank:  # rank 0 has them all; what the others return is not used
+            shown += list(media[: min(wanted, share) - len(shown)])
+        if wanted <= share or not world.is_leader:  # rank 0 has them all; what the others return is not used
             return shown
-        return [item for part in job.world.gather_arrays(np.stack(shown)) for item in part][:wanted]
+        return [item for part in world.replica_gather_arrays(np.stack(shown)) for item in part][:wanted]
 
     def collect_scores(self, step: int) -> Scores:
         """Scores of all ranks' samples, in item order, on every rank."""

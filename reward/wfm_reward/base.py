@@ -48,6 +48,11 @@ class Reward(ABC):
     """The output that is `Score.value`."""
     needs: ClassVar[tuple[str, ...]] = ()
     """Keys that every item's metadata must hold. An item without them fails by name before `score` sees it."""
+    stall_s: ClassVar[float] = 120.0
+    """The longest that a batch may take: then the worker is taken to hang, and replaced. A service or a recipe may say
+    less."""
+    label_option: ClassVar[str | None] = None
+    """The option that LABEL of the name `NAME/LABEL` stands for, if any."""
 
     def __init__(self, device: str = "cpu", **options: Any) -> None:
         """`frames`, of a reward of images alone: first (default), middle, last or uniform:N. Raises RewardError for

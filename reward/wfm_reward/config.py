@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+)
 
 from wfm_ds.errors import RewardError
 
@@ -30,7 +39,7 @@ class PipesConfig(Section):
     spool_mib: PositiveInt = 4096
     """Media held for tasks that wait or are worked on; above it, clients are told to offer them again later."""
     max_waiting: PositiveInt = 20000
-    """Tasks that may wait."""
+    """Tasks that may wait, of all rewards together."""
 
 
 class RewardConfig(Section):
@@ -42,17 +51,78 @@ class RewardConfig(Section):
     """Processes."""
     max_batch: PositiveInt = Field(16, le=64)
     """Items scored at once."""
-    stall_s: PositiveFloat = 120.0
-    """Without progress for this long a worker is replaced; its task is tried three times in all."""
+    max_wait_ms: NonNegativeFloat = 0.0
+    """Requests that arrive within this time are scored in one batch. 0: each by itself, so that a score does not depend
+    on what else is asked."""
+    max_waiting: PositiveInt | None = None
+    """Tasks of this reward that may wait; above it, clients are told to offer them again later. Unset:
+    pipes.max_waiting."""
+    stall_s: PositiveFloat | None = None
+    """Without progress for this long a worker is replaced; its task is tried three times in all. Unset: 120, and 660
+    for rewards that ask other services."""
+    python: Path | None = None
+    """The Python that runs its workers, with the packages of its model, numpy, pyzmq and msgpack. Unset: the service's
+    own."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the reward's constructor."""
+
+
+class HttpConfig(Section):
+    """The HTTP port: status page, metrics, and scores for other programs."""
+
+    bind: str = "127.0.0.1:8080"
+    """HOST:PORT (port 0: any free one). Another host than loopback needs a token."""
+    token_file: Path | None = None
+    """A file, readable by its owner alone, with the token that requests must bear. Unset: the environment variable
+    WFM_REWARD_TOKEN. Neither: no token, on loopback only. Relative to the configuration file."""
+    max_body_mib: PositiveInt = 512
+    """Of one request."""
+    max_pending_mib: PositiveInt = 2048
+    """Of media that are not scored yet, of all requests together; above it, they are refused with 429."""
+    timeout_s: PositiveFloat = 600.0
+    """An item without a score after this long has failed."""
+    pull_wait_s: NonNegativeFloat = 4.0
+    """How long a pull waits before it answers that the scores are not there yet."""
+    result_ttl_s: PositiveFloat = 3600.0
+    """How long scores are kept to be pulled."""
+    failed_value: Literal["nan"] | None = None
+    """What an item without a score has in a pull's answer: null, or NaN for clients that take numbers alone."""
+
+    @field_validator("bind")
+    @classmethod
+    def _host_and_port(cls, value: str) -> str:
+        host, _, port = value.rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            raise ValueError(f"{value!r} is not HOST:PORT")
+        return value
+
+
+class DecoderConfig(Section):
+    """What decodes the latents that HTTP clients send."""
+
+    vae: str
+    """Folder of the VAE, or of a diffusers pipeline with one."""
+    device: str = "cpu"
+    """Where it runs."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """In which type."""
 
 
 class ServiceConfig(Section):
     """A reward service."""
 
     pipes: PipesConfig = PipesConfig()
+    http: HttpConfig | None = None
+    """Unset: no HTTP port. `http: {}`: one with all defaults."""
+    latent_decoders: dict[PositiveInt, DecoderConfig] = Field(default_factory=dict)
+    """By the latents' number of channels, such as 16 for Wan 2.1."""
     rewards: dict[str, RewardConfig] = Field(min_length=1)
+
+    @field_validator("http", mode="before")
+    @classmethod
+    def _empty_is_on(cls, value: Any) -> Any:
+        """`http:` with nothing behind it means all defaults, as `ocr:` does."""
+        return {} if value is None else value
 
     @field_validator("rewards", mode="before")
     @classmethod
@@ -90,4 +160,5 @@ def _keys(where: list[str]) -> list[str]:
     """The keys of the section at a place such as ["rewards", "ocr"]."""
     if not where:
         return list(ServiceConfig.model_fields)
-    return list(PipesConfig.model_fields if where[0] == "pipes" else RewardConfig.model_fields)
+    sections: dict[str, type[Section]] = {"pipes": PipesConfig, "http": HttpConfig, "latent_decoders": DecoderConfig}
+    return list(sections.get(where[0], RewardConfig).model_fields)

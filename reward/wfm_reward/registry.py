@@ -22,10 +22,13 @@ def names() -> list[str]:
 
 
 def describe(name: str) -> type[Reward]:
-    """The class behind a built-in name or `package.module:Class`. Raises RewardError with the nearest and all names."""
-    if ":" in name:
+    """The class behind a built-in name or `package.module:Class`. Raises RewardError with the nearest and all names.
+
+    `NAME/LABEL` is NAME a further time, perhaps with other options.
+    """
+    if is_path(name):
         return _imported(name)
-    rewards = _built_in()
+    rewards, name = _built_in(), name.partition("/")[0]
     if name not in rewards:
         near = difflib.get_close_matches(name, rewards, n=1)
         raise RewardError(
@@ -36,9 +39,17 @@ def describe(name: str) -> type[Reward]:
     return rewards[name]
 
 
+def is_path(name: str) -> bool:
+    """Whether it is a `package.module:Class`."""
+    return ":" in name.partition("/")[0]
+
+
 def create(name: str, device: str, options: Mapping[str, Any]) -> Reward:
     """The reward, not loaded yet. Raises RewardError for unknown names and options."""
     reward = describe(name)
+    label = "" if is_path(name) else name.partition("/")[2]
+    if label and reward.label_option is not None:
+        options = {reward.label_option: label, **options}
     try:
         inspect.signature(reward).bind(device=device, **options)  # a required option that is missing
     except TypeError as error:

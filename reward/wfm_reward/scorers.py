@@ -1,4 +1,4 @@
-"""The scorer processes of a service: started, watched, restarted with back-off, given up by name, ended."""
+"""The worker processes of a service, scorers and decoders: started, watched, restarted with back-off, ended."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ import sys
 import time
 import uuid
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any
 
+import wfm_ds
+import wfm_reward
 from wfm_ds.errors import RewardError
 from wfm_ds.pipes.hub import Hub
-from wfm_reward.config import RewardConfig
+from wfm_reward import registry
+from wfm_reward.config import DecoderConfig, RewardConfig
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +31,41 @@ MAX_DEATHS = 5
 DEATHS_WINDOW_S = 600.0
 MAX_BACK_OFF_S = 60.0
 STOP_S = 3.0  # for an idle process to leave after its stdin is closed
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What `workers` processes of a service run: `python -m MODULE`, with its settings as JSON on stdin."""
+
+    title: str  # for people: reward ocr
+    kind: str  # of the tasks that it does
+    module: str
+    settings: Mapping[str, Any]  # beside those that every worker gets
+    device: str
+    workers: int
+    python: Path | None = None
+
+
+def scorer(name: str, config: RewardConfig) -> Program:
+    """The program that computes a reward."""
+    settings = config.model_dump(include={"device", "options", "max_batch", "max_wait_ms"})
+    settings["stall_s"] = stall_s(name, config)
+    return Program(
+        f"reward {name}", f"score:{name}", "wfm_reward.worker", {"reward": name, **settings}, config.device,
+        config.workers, config.python,
+    )  # fmt: skip
+
+
+def stall_s(name: str, config: RewardConfig) -> float:
+    """The configuration's, else the reward's own."""
+    return registry.describe(name).stall_s if config.stall_s is None else config.stall_s
+
+
+def decoder(channels: int, config: DecoderConfig, folder: Path) -> Program:
+    """The program that makes videos of latents with so many channels, in files of that folder."""
+    settings = {**config.model_dump(), "channels": channels, "folder": str(folder.absolute())}
+    title = f"latent decoder {channels}"
+    return Program(title, f"decode:{channels}", "wfm_reward.decoder", settings, config.device, 1)
 
 
 @dataclass(slots=True)
@@ -40,6 +80,20 @@ class _Scorer:
     started_at_s: float = 0.0
     start_at_s: float = 0.0  # not before
     quick_deaths: int = 0  # in a row
+    starts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerState:
+    """One place in the pool, for people."""
+
+    reward: str
+    name: str
+    worker: str
+    pid: int | None
+    device: str
+    ready: bool
+    restarts: int
 
 
 @dataclass(slots=True)
@@ -47,7 +101,7 @@ class Scorers:
     """`workers` processes per reward. The supervisor's loop calls `tend`; nothing here waits except `stop`."""
 
     hub: Hub
-    rewards: dict[str, RewardConfig]
+    programs: dict[str, Program]  # by the name of the reward, or of the decoder
     selector: selectors.BaseSelector
     down: dict[str, str] = field(default_factory=dict)  # by reward: why
     all_were_ready: bool = False
@@ -55,9 +109,24 @@ class Scorers:
     _deaths: dict[str, deque[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for reward, config in self.rewards.items():
-            self._scorers += [_Scorer(reward, f"{reward}-{i}") for i in range(config.workers)]
-            self._deaths[reward] = deque()
+        for name, program in self.programs.items():
+            self._scorers += [_Scorer(name, f"{name}-{i}") for i in range(program.workers)]
+            self._deaths[name] = deque()
+
+    def states(self) -> list[ScorerState]:
+        """May be called from any thread."""
+        return [
+            ScorerState(
+                reward=s.reward,
+                name=s.name,
+                worker=s.worker,
+                pid=process.pid if (process := s.process) else None,
+                device=self.programs[s.reward].device,
+                ready=s.ready,
+                restarts=max(0, s.starts - 1),
+            )
+            for s in self._scorers
+        ]
 
     def waiting_for(self) -> list[str]:
         """Names of the rewards that have a process which is not ready yet."""
@@ -113,17 +182,19 @@ class Scorers:
                     os.killpg(scorer.process.pid, signal.SIGKILL)
 
     def _start(self, scorer: _Scorer, now_s: float) -> None:
-        config = self.rewards[scorer.reward]
+        program = self.programs[scorer.reward]
         scorer.worker, scorer.ready, scorer.started_at_s = uuid.uuid4().hex, False, now_s
-        settings: dict[str, Any] = {
+        scorer.starts += 1
+        settings = {
             "endpoint": self.hub.worker_endpoint,
             "worker": scorer.worker,
             "name": scorer.name,
-            "reward": scorer.reward,
-            **config.model_dump(include={"device", "options", "max_batch", "stall_s"}),
+            "kind": program.kind,
+            **program.settings,
         }
         scorer.process = subprocess.Popen(
-            [sys.executable, "-m", "wfm_reward.worker"],
+            [str(program.python or sys.executable), "-m", program.module],
+            env=None if program.python is None else _with_our_packages(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # so that what it starts can be ended with it
@@ -145,7 +216,9 @@ class Scorers:
         why = _cause(process.returncode)
         self.hub.worker_lost(scorer.worker, f"its worker died ({why})")
         if not self.all_were_ready:
-            raise RewardError(f"reward {scorer.reward} cannot start: its worker died ({why}) while loading")
+            raise RewardError(
+                f"{self.programs[scorer.reward].title} cannot start: its worker died ({why}) while loading"
+            )
         if scorer.reward in self.down:
             return
         long_life = now_s - scorer.started_at_s > DEATHS_WINDOW_S
@@ -163,16 +236,22 @@ class Scorers:
 
     def _cannot_load(self, scorer: _Scorer, error: str) -> None:
         if not self.all_were_ready:
-            raise RewardError(f"reward {scorer.reward} cannot start: {error}")
+            raise RewardError(f"{self.programs[scorer.reward].title} cannot start: {error}")
         log.error("%s cannot load: %s", scorer.name, error)  # it ends now, and is buried like any other
 
     def _give_up(self, reward: str, why: str) -> None:
-        self.down[reward] = f"reward {reward} is down: {why}"
+        self.down[reward] = f"{self.programs[reward].title} is down: {why}"
         log.error("%s", self.down[reward])
-        self.hub.kind_down(f"score:{reward}", self.down[reward])
+        self.hub.kind_down(self.programs[reward].kind, self.down[reward])
         for scorer in self._scorers:
             if scorer.reward == reward and scorer.process is not None:
                 _close(scorer.process.stdin)
+
+
+def _with_our_packages() -> dict[str, str]:
+    """The environment in which another Python finds wfm_ds and wfm_reward, which need not be installed in it."""
+    roots = [str(Path(package.__path__[0]).parent) for package in (wfm_ds, wfm_reward)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*roots, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 
 
 def _cause(returncode: int) -> str:

@@ -19,13 +19,20 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from wfm_ds.errors import RewardError, UserError
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.sockets import Mailbox, private_folder
 from wfm_reward import registry
 from wfm_reward.config import ServiceConfig, load_config
-from wfm_reward.scorers import Scorers
+from wfm_reward.decoder import STALL_S as DECODE_STALL_S
+from wfm_reward.decoder import VIDEO_FILES
+from wfm_reward.scorers import Program, Scorers, decoder, scorer, stall_s
+from wfm_reward.stats import Stats
+
+if TYPE_CHECKING:
+    from wfm_reward.web.port import HttpPort
 
 log = logging.getLogger(__name__)
 
@@ -66,12 +73,14 @@ class Service:
         self._drain_s = 0.0
         self._folder = config.pipes.folder or private_folder()
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._stats = Stats()
         try:
             self._hub = self._bound()
+            self._scorers = Scorers(self._hub, programs(config, self._folder), self._selector)
+            self._port = self._http_port(base) if config.http is not None else None
         except UserError:
             self._remove_folder()
             raise
-        self._scorers = Scorers(self._hub, dict(config.rewards), self._selector)
 
     def run(self) -> int:
         """Serve until asked to stop. Raises RewardError if a reward cannot start."""
@@ -82,11 +91,15 @@ class Service:
             self._selector.register(0, selectors.EVENT_READ, self._on_stdin)
         self._hub.start()
         try:
+            if self._port is not None:
+                self._port.start()
             while self._stop is None:
                 self._turn()
             log.info("stopping: %s", self._stop)
         finally:
             self._hub.stop(self._drain_s)
+            if self._port is not None:
+                self._port.stop()
             self._scorers.stop()
             self._remove_files()
         return 0 if self._hub.error is None else 1
@@ -106,25 +119,43 @@ class Service:
     def _bound(self) -> Hub:
         pipes = self.config.pipes
         kinds = {
-            f"score:{name}": Kind(reward.stall_s, {"max_batch": reward.max_batch, "options": reward.options})
+            f"score:{name}": Kind(
+                stall_s(name, reward), {"max_batch": reward.max_batch, "options": reward.options}, reward.max_waiting
+            )
             for name, reward in self.config.rewards.items()
         }
+        kinds |= {f"decode:{channels}": Kind(DECODE_STALL_S, {}) for channels in self.config.latent_decoders}
         return Hub(
             clients=f"ipc://{self._folder.absolute()}/clients" if pipes.clients == "ipc" else pipes.clients,
             workers=f"ipc://{self._folder.absolute()}/workers" if pipes.workers == "ipc" else pipes.workers,
             kinds=kinds,
             max_waiting=pipes.max_waiting,
             max_bytes=pipes.spool_mib * 2**20,
+            observer=self._stats.observe,
         )
+
+    def _http_port(self, base: Path) -> HttpPort:
+        try:
+            from wfm_reward.web.port import HttpPort, Service
+        except ImportError as error:
+            raise RewardError(f"the HTTP port needs a package ({error}): pip install 'wfm_ds[reward-http]'") from error
+        return HttpPort(Service(self.config, self._hub, self._scorers, self._stats), base)
 
     def _announce(self) -> None:
         """Complete or absent, and readable by the owner only."""
-        content = {"clients": self._hub.client_endpoint, "pid": os.getpid(), "rewards": sorted(self.config.rewards)}
+        content: dict[str, Any] = {
+            "clients": self._hub.client_endpoint,
+            "pid": os.getpid(),
+            "rewards": sorted(self.config.rewards),
+        }
+        if self._port is not None:
+            content["http"] = self._port.url
         temporary = self.file.with_name(f"{self.file.name}.{os.getpid()}.tmp")
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
             json.dump(content, out)
         temporary.replace(self.file)
-        _say({"ready": sorted(self.config.rewards), "pipes": str(self.file)})
+        status: dict[str, object] = {"ready": sorted(self.config.rewards), "pipes": str(self.file)}
+        _say(status if self._port is None else {**status, "http": self._port.url})
 
     def _put_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.put(number)
@@ -155,8 +186,16 @@ class Service:
         self._remove_folder()
 
     def _remove_folder(self) -> None:
+        for video in self._folder.glob(VIDEO_FILES):  # decoded, and not fetched any more
+            video.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # it holds files of others
             self._folder.rmdir()
+
+
+def programs(config: ServiceConfig, folder: Path) -> dict[str, Program]:
+    """What the workers run, by the name of the reward or decoder. Decoded videos go to that folder."""
+    scorers = {name: scorer(name, reward) for name, reward in config.rewards.items()}
+    return scorers | {f"decode:{n}": decoder(n, one, folder) for n, one in config.latent_decoders.items()}
 
 
 def _say(status: dict[str, object]) -> None:

@@ -1,66 +1,41 @@
-"""`python -m wfm_reward.worker`: one scorer process. Started by serve.py; settings come as one line of JSON on stdin.
-
-Stdin stays open behind that line: its end of file means that the supervisor is gone. Stdout carries one line of status,
-{"ready": true} or {"error": ...}; whatever a reward prints goes to stderr.
-"""
+"""`python -m wfm_reward.worker`: one scorer process. Started by serve.py (program.py says how)."""
 
 from __future__ import annotations
 
-import json
+import itertools
 import logging
 import math
-import os
-import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from wfm_ds.errors import UserError
+from wfm_ds.chunks import chunks
 from wfm_ds.pipes.wire import Array
-from wfm_ds.pipes.worker import LeaseWorker, Progress, TaskFailed, TaskInHand
+from wfm_ds.pipes.worker import Progress, TaskFailed, TaskInHand
 from wfm_ds.types import MediaBatch, Score
 from wfm_reward import registry
 from wfm_reward.base import Reward
 from wfm_reward.frames import score_frames
+from wfm_reward.program import Work, run
 
 log = logging.getLogger(__name__)
 
 REASON_CHARS = 200  # of one item's failure
 
 
-def main() -> int:
-    """The exit status: 0 when told to stop, 2 when the reward cannot be loaded."""
-    status_fd = os.dup(1)  # not inherited by what a reward starts
-    os.dup2(2, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which closes stdin
-    with open(0, "rb", buffering=0, closefd=False) as stdin:
-        settings = json.loads(stdin.readline())
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {settings['name']} %(levelname)s %(message)s")
-    try:
-        reward = registry.create(settings["reward"], settings["device"], settings["options"])
-        reward.load()
-    except Exception as error:  # the border of foreign code: it becomes the service's one-line error
-        log.exception("%s cannot start", settings["reward"])
-        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        _tell(status_fd, {"error": reason})
-        return 2
-    _tell(status_fd, {"ready": True})
-    worker = LeaseWorker(
-        settings["endpoint"],
-        worker=settings["worker"],
-        name=settings["name"],
-        kinds=[f"score:{settings['reward']}"],
-        credit=1,  # a task that kills its worker takes no innocent one along
-        parent_fd=0,
-        watchdog_s=settings["stall_s"] + 10.0,
-    )
+def load(settings: Mapping[str, Any]) -> Work:
+    """Raises RewardError if the reward is unknown or cannot be loaded."""
+    reward = registry.create(settings["reward"], settings["device"], settings["options"])
+    reward.load()
     scoring = Scoring(reward, settings["reward"], settings["max_batch"])
-    worker.run(scoring.task)
-    return 0
+    if not settings["max_wait_ms"]:
+        # A task is a batch by itself: its scores do not depend on what else arrives.
+        return Work(scoring.tasks, settings["stall_s"])
+    return Work(scoring.tasks, settings["stall_s"], settings["max_batch"], settings["max_wait_ms"] / 1000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +46,30 @@ class Scoring:
     name: str  # as the recipe calls it
     max_batch: int
 
-    def task(self, task: TaskInHand, progress: Progress) -> Mapping[str, Any]:
-        """{"scores": [[value, failure, parts], ...]} of a task's rows.
+    def tasks(self, tasks: Sequence[TaskInHand], progress: Progress) -> list[Mapping[str, Any] | TaskFailed]:
+        """For each task {"scores": [[value, failure, parts], ...] of its rows, "batch": items scored together}.
 
-        A row is {id, prompt, metadata, fps}, its tensor uint8 [H,W,3] or [T,H,W,3].
+        A row is {id, prompt, metadata, fps}, its tensor uint8 [H,W,3] or [T,H,W,3]. Rows of one shape and speed that
+        follow each other are scored together, at most max_batch of them, whichever task they are of.
         """
-        tensors = task.tensors()
-        if len(tensors) != len(task.rows) or any(t.dtype != np.uint8 or t.ndim not in (3, 4) for t in tensors):
-            raise TaskFailed("each item needs uint8 media of shape [H,W,3] or [T,H,W,3]", fatal=True)
-        scores: list[Score] = []
-        for start in range(0, len(tensors), self.max_batch):
-            part = slice(start, start + self.max_batch)
-            for some in self.items(task.rows[part], tensors[part]):
-                scores += some
-                progress(len(scores), len(tensors))
-        return {"scores": [[s.value, _short(s.failure), dict(s.parts)] for s in scores]}
+        media = [_media(task) for task in tasks]
+        items = [
+            (number, row, tensor)
+            for number, (task, tensors) in enumerate(zip(tasks, media, strict=True))
+            if not isinstance(tensors, TaskFailed)
+            for row, tensor in zip(task.rows, tensors, strict=True)
+        ]
+        answers: list[dict[str, Any]] = [{"scores": [], "batch": 0} for _ in tasks]
+        done = 0
+        for part in _alike(items, self.max_batch):
+            numbers, rows, tensors = zip(*part, strict=True)
+            scored = (score for some in self.items(rows, tensors) for score in some)
+            for number, score in zip(numbers, scored, strict=True):
+                answers[number]["scores"].append([score.value, _short(score.failure), dict(score.parts)])
+                answers[number]["batch"] = len(part)
+                done += 1
+                progress(done, len(items))
+        return [m if isinstance(m, TaskFailed) else a for m, a in zip(media, answers, strict=True)]
 
     def items(self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[Array]) -> Iterator[list[Score]]:
         """The scores in order, in one piece if the batch can be scored as a whole, else item by item."""
@@ -156,14 +140,30 @@ class Scoring:
         return Score(sample_id=sample_id, reward=self.name, failure=why, seconds=seconds)
 
 
+def _media(task: TaskInHand) -> list[Array] | TaskFailed:
+    try:
+        tensors = task.tensors()
+    except TaskFailed as error:
+        return error
+    if len(tensors) != len(task.rows) or any(t.dtype != np.uint8 or t.ndim not in (3, 4) for t in tensors):
+        return TaskFailed("each item needs uint8 media of shape [H,W,3] or [T,H,W,3]", fatal=True)
+    return tensors
+
+
+Item: TypeAlias = tuple[int, Mapping[str, Any], Array]
+"""Of a batch: the number of its task, its row, its media."""
+
+
+def _alike(items: Iterable[Item], max_batch: int) -> Iterator[Sequence[Item]]:
+    """Neighbours of one shape and speed, at most max_batch of them at a time."""
+    for _, some in itertools.groupby(items, key=lambda item: (item[2].shape, item[1]["fps"])):
+        yield from chunks(list(some), max_batch)
+
+
 def _short(reason: str | None) -> str | None:
     """Bounded, and without the half surrogate pairs that no message can carry."""
     return None if reason is None else reason[:REASON_CHARS].encode(errors="replace").decode()
 
 
-def _tell(status_fd: int, status: Mapping[str, Any]) -> None:
-    os.write(status_fd, json.dumps(status).encode() + b"\n")
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(load))

@@ -56,7 +56,7 @@ def test_a_recipe_is_counted_purpose_by_purpose(tiny, tiny_pipelines, capsys):
 def test_the_rows_add_up_to_the_samples_at_the_cost_of_one(tiny, tiny_pipelines):
     recipe = recipe_file.load(Path(tiny), [f"model.path={tiny_pipelines('sd3')}", "run.steps=2"])
     count = flops.Count.of(recipe, flops.Subject.of(recipe), 2)
-    *rows, total = flops.cost(count.steps, count.flops, count.world_size)
+    *rows, total = flops.cost(count.steps, count.flops, count.derived.num_replicas)
     assert [row["purpose"] for row in rows] == ["rollout", "policy", "ref", "old"]
     assert [row["samples"] for row in rows] == [32, 16, 16, 8]  # old is not asked in the first step
     with_adapters, base = count.flops.forward, count.flops.forward_without_adapters

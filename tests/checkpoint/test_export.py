@@ -2,6 +2,8 @@
 
 import json
 import os
+import resource
+import weakref
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from folders import contents
 from wfm_ds.checkpoint.export import export, loading_lines
 from wfm_ds.checkpoint.target import ExportTarget
 from wfm_ds.errors import ModelError, UserError
@@ -256,21 +259,26 @@ def test_shards_hold_every_tensor_once_within_the_limit(trained, tmp_path):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_never_more_than_one_shard_waits_for_the_disk(trained, tmp_path):
-    model, source = trained
-    limit, seen, most_waiting = 60_000, 0, 0
+def test_each_tensor_is_written_and_let_go_before_the_next_is_made(model, tmp_path):
+    """So that one tensor at a time is in memory, however large the model and its files are."""
+    alive, on_disk, made = [], [], [0]
 
-    def watch(name, tensor):
-        nonlocal seen, most_waiting
-        seen += tensor.nbytes
-        on_disk = sum(f.stat().st_size for f in (tmp_path / ".out.wfm-tmp" / "transformer").glob("*.part"))
-        most_waiting = max(most_waiting, seen - on_disk)
-        yield name, tensor
+    class Stream(FullWeights):
+        def named_full_tensors(self, policy):
+            for name, tensor in self.module.state_dict().items():
+                alive.append([tensor for tensor in handed_out if tensor() is not None])
+                files = (tmp_path / ".out.wfm-tmp" / "transformer").glob("*.safetensors")
+                on_disk.append(sum(512 * file.stat().st_blocks for file in files) >= made[0])
+                handed_out.append(weakref.ref(copy := tensor.detach().clone()))
+                made[0] += copy.nbytes
+                yield name, copy
+                del copy
 
-    largest = max(tensor.nbytes for tensor in model.denoiser.state_dict().values())
-    export(ExportTarget.of(model), Changed(source, watch), tmp_path / "out", shard_bytes=limit, **MAIN)
-    assert seen > 3 * limit
-    assert most_waiting <= limit + largest
+    handed_out = []
+    export(ExportTarget.of(model), Stream(model.denoiser), tmp_path / "out", shard_bytes=60_000, **MAIN)
+    assert len(alive) > 30
+    assert not any(alive)
+    assert all(on_disk)
 
 
 def test_full_export_has_the_dtype_that_was_asked_for(trained, tmp_path):
@@ -384,6 +392,23 @@ def test_unwritable_place_is_a_user_error_after_the_stream_ended(adapted, tmp_pa
     assert watched.ended
 
 
+def test_a_disk_that_fills_up_is_a_user_error_and_the_last_export_stays(trained, tmp_path):
+    model, source = trained
+    folder = export(ExportTarget.of(model), source, tmp_path / "out", **MAIN)
+    before = contents(folder)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)  # a limit of files instead of the disk: the same error path
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
+    watched = Changed(source, lambda name, tensor: [(name, tensor * 2)])
+    try:
+        with pytest.raises(UserError, match=r"out: the export could not be written \(.*\); free space"):
+            export(ExportTarget.of(model), watched, folder, **MAIN)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert watched.ended
+    assert contents(folder) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_base_model_and_foreign_folders_are_never_replaced(trained, tmp_path):
     model, source = trained
     before = sorted(model.path.rglob("*"))
@@ -438,6 +463,22 @@ def test_export_names_the_prompt_template_that_was_trained_with(tiny_pipelines, 
     assert registry.load(folder, dtype=torch.float32, device="cpu").instruction == model.instruction
     call = json.loads((folder / "call.json").read_text())
     assert call == json.loads((model.path / "call.json").read_text()) | {"complex_human_instruction": model.instruction}
+
+
+def test_a_lora_names_the_prompt_template_that_it_was_trained_with(tiny_pipelines, tmp_path):
+    for template, named in (("stock", True), ("none", False)):  # the folder's own call.json says none
+        model = registry.load(tiny_pipelines("sana"), dtype=torch.float32, device="cpu", prompt_template=template)
+        folder = export(ExportTarget.of(model), add_adapter(model), tmp_path / template, **MAIN)
+        assert (folder / "call.json").exists() == named
+        assert (f"arguments in {folder / 'call.json'}" in loading_lines(model.path, folder, lora=True)) == named
+    call = json.loads((tmp_path / "stock" / "lora" / "call.json").read_text())
+    assert call["complex_human_instruction"]
+
+
+def test_loading_lines_say_which_pipeline_builds_a_safety_checker(tiny_pipelines):
+    for family, said in (("cosmos25", True), ("sana", False)):
+        lines = loading_lines(tiny_pipelines(family), tiny_pipelines(family), lora=False)
+        assert ("safety_checker=... is added:\npipe = " in lines) == said
 
 
 def test_export_names_the_text_length_that_was_trained_with(trained, tmp_path):

@@ -54,17 +54,24 @@ def misshape_the_marker(folder):
 
 
 @pytest.mark.parametrize(
-    "damage", [truncate, lengthen, lose_a_file, lose_the_marker, garble_the_marker, misshape_the_marker]
+    ("damage", "reason"),
+    [
+        (truncate, "zero/optimizer_1.pt has 40 bytes instead of 101"),
+        (lengthen, "own_0.safetensors has 101 bytes instead of 100"),
+        (lose_a_file, "own_1.safetensors cannot be read (No such file or directory)"),
+        (lose_the_marker, "COMPLETE cannot be read (No such file or directory)"),
+        (garble_the_marker, "COMPLETE is garbled"),
+        (misshape_the_marker, "COMPLETE is garbled"),
+    ],
 )
-def test_damaged_one_is_passed_over_with_a_warning(tmp_path, caplog, damage):
+def test_damaged_one_is_passed_over_with_a_warning_that_says_why(tmp_path, caplog, damage, reason):
     older, newer = checkpoint(tmp_path, 2), checkpoint(tmp_path, 3)
     assert store.newest(tmp_path).path == newer
+    assert store.flaw(newer) is None
     damage(newer)
     assert store.read(newer) is None
     assert store.newest(tmp_path).path == older
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{newer} is damaged or incomplete and is passed over"
-    ]
+    assert [record.getMessage() for record in caplog.records] == [f"{newer} is passed over: {reason}"]
 
 
 def test_nothing_is_found_where_nothing_is(tmp_path):

@@ -81,7 +81,7 @@ def source():
     made = []
 
     def make(samples, **settings):
-        defaults = {"global_batch": 12, "seed": 3, "shuffle": True, "max_bad_fraction": 0.05, "framing": SQUARE}
+        defaults = {"global_batch": 12, "seed": 3, "shuffle": True, "max_bad_fraction": 0.05, "framings": [SQUARE]}
         made.append(BatchSource(samples, **defaults | settings))
         return made[-1]
 
@@ -129,7 +129,7 @@ def videos(tmp_path_factory):
 
 def test_clips_do_not_depend_on_ranks_workers_or_where_a_run_resumes(videos, source):
     framing = Framing(height=16, width=16, num_frames=9, fps=12, crop="random")
-    settings = {"framing": framing, "max_bad_fraction": 0.5, "global_batch": 4}
+    settings = {"framings": [framing], "max_bad_fraction": 0.5, "global_batch": 4}
     steady = source(videos, **settings, workers=3)
     whole = {step: steady.batch(step, 0, 1) for step in range(1, 5)}
     for step in (4, 2):
@@ -185,7 +185,7 @@ def test_a_broken_substitute_is_replaced_by_the_next(folder, source):
 def test_images_too_small_for_the_run_are_counted_apart(folder, source):
     samples = folder(20)
     Image.new("RGB", (4, 4)).save(samples[0].media.path)
-    batches = source(samples, shuffle=False, framing=Framing(height=9, width=9))
+    batches = source(samples, shuffle=False, framings=[Framing(height=9, width=9)])
     assert batches.batch(1, 0, 1)[0].sample_id == "010"
     assert batches.bad == {"too_small": 1}
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from wfm_ds.data.media import media_size
 from wfm_ds.data.pixels import BadMedia, Framing, centre
 from wfm_ds.data.pixels import load_image as load_framed
 from wfm_ds.data.samples import LocalFile
@@ -72,6 +73,7 @@ def test_exif_orientation_is_applied_before_anything_else(tmp_path, orientation)
     want = np.rot90(pixels, rotations)
     want = want[:, ::-1] if mirrored else want
     np.testing.assert_array_equal(load_image(path, *want.shape[:2]), want)
+    assert media_size(LocalFile(path)) == want.shape[:2]
 
 
 def test_grey_palette_and_bilevel_become_rgb(tmp_path):

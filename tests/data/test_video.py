@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clips import index_of, level, write_clip
-from wfm_ds.data.media import load_media
+from wfm_ds.data.media import load_media, media_size
 from wfm_ds.data.pixels import BadMedia, Framing, centre
 from wfm_ds.data.samples import LocalFile
 from wfm_ds.data.video import HD_HEIGHT, choose_frames, load_clip
@@ -169,6 +169,7 @@ def test_a_phone_video_is_turned_upright(tmp_path):
     assert struct.unpack(">9i", content[matrix : matrix + 36])[0] == 1 << 16
     content[matrix : matrix + 36] = struct.pack(">9i", *TURNED_90)
     path.write_bytes(content)
+    assert media_size(LocalFile(path)) == (128, 64)
     frames = load(path, num_frames=2, height=128, width=64)
     want = np.rot90(ramp(64, 128), -1)
     assert np.abs(frames[0].astype(int) - want).max() <= 8

@@ -264,7 +264,7 @@ def test_s3_shards_stream_through_a_network_that_breaks(server, tmp_path, monkey
     remote = open_shards(f"s3://{BUCKET}/set/{{000..001}}.tar", cache_dir=tmp_path / "cache", max_bad_fraction=0.0)
     assert proxy.num_cut == 2
     local = open_shards(copy / "{000..001}.tar")
-    sources = [BatchSource(found.samples, framing=framing, **settings) for found in (remote, local)]
+    sources = [BatchSource(found.samples, framings=[framing], **settings) for found in (remote, local)]
     try:
         for step in range(1, 4):
             proxy.cuts = 1

@@ -6,7 +6,8 @@ import torch
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 
-from families import CASES, stock
+from families import CASES, draw, stock
+from wfm_ds.models import registry
 
 EXPERTS = {"model.safetensors": "transformer", "model_2.safetensors": "transformer_2"}
 CONSTANT = {"pos_embed.pos_embed"}  # SD3's table of positions, a buffer that is stored with the weights
@@ -57,21 +58,43 @@ def assert_denoisers_trained(folder, base, family, more_than):
     assert all((folder / file).samefile(base / file) for file in others)
 
 
+def loaded(folder, base, family):
+    """The export in plain diffusers, by the two lines that every user writes."""
+    if not (folder / "lora").is_dir():
+        return stock(folder, CASES[family])
+    pipe = stock(base, CASES[family])
+    for file, part in EXPERTS.items():
+        if (folder / "lora" / file).exists():
+            options = {} if part == "transformer" else {f"load_into_{part}": True}
+            pipe.load_lora_weights(folder / "lora", weight_name=file, adapter_name="default", **options)
+    return pipe
+
+
 def assert_loads(folder, base, family):
     """Plain diffusers has every exported tensor at its place."""
-    if (folder / "lora").is_dir():
-        exported, pipe = adapters(folder), stock(base, CASES[family])
-        for file, part in EXPERTS.items():
-            if part in exported:
-                options = {} if part == "transformer" else {f"load_into_{part}": True}
-                pipe.load_lora_weights(folder / "lora", weight_name=file, adapter_name="default", **options)
-        loaded = {part: adapter_of(getattr(pipe, part)) for part in exported}
-    else:
-        exported, pipe = denoisers(folder), stock(folder, CASES[family])
-        loaded = {part: getattr(pipe, part).state_dict() for part in exported}
+    pipe, lora = loaded(folder, base, family), (folder / "lora").is_dir()
+    exported = adapters(folder) if lora else denoisers(folder)
     for part, tensors in exported.items():
-        assert loaded[part].keys() == tensors.keys()
-        assert all(torch.equal(loaded[part][name], tensor) for name, tensor in tensors.items())
+        there = adapter_of(getattr(pipe, part)) if lora else getattr(pipe, part).state_dict()
+        assert there.keys() == tensors.keys()
+        assert all(torch.equal(there[name], tensor) for name, tensor in tensors.items())
+
+
+def assert_draws(folder, base, family, *, frames, sample, steps):
+    """Plain diffusers draws from the export what the trainer drew, within one level of 255, and from the base another
+    picture. frames: the trainer's, uint8 [H,W,3] or [T,H,W,3]; sample: their line in samples.jsonl."""
+    model = registry.load(base, dtype=torch.float32, device="cpu", **CASES[family].load_options)
+    size = CASES[family].size
+    grid = model.sigmas(steps, model.latent_shape(*size))
+
+    def far(pipe):
+        call = {"prompt": [sample["prompt"]], "generator": torch.Generator("cpu").manual_seed(sample["seed"])}
+        drawn = draw(pipe, CASES[family], grid, output_type="pt", **model.pipeline_call(1.0, *size), **call)[0]
+        shown = (255 * drawn.movedim(-4 if drawn.ndim == 4 else -3, -1)).round().to(torch.int16)
+        assert shown.shape == frames.shape
+        return (shown - torch.from_numpy(frames).to(torch.int16)).abs().max()
+
+    assert far(loaded(folder, base, family)) <= 1 < far(stock(base, CASES[family]))
 
 
 def adapter_of(denoiser):

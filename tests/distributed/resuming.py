@@ -30,8 +30,9 @@ SLOW = {"ddrl lora zero2", "flow_grpo full zero3", "flow_grpo lora zero2", "nft 
 def train_on_rank(recipe, overrides, stop_at=None, save_at=None):
     """One rank's part of a run; SIGTERM has come when step `stop_at` is done, and SIGUSR1 to rank 1 in `save_at`."""
     from wfm_ds import recipe_file
+    from wfm_ds.ending import Ending
     from wfm_ds.lifecycle import StopFlag
-    from wfm_ds.train import Ending, prepare_and_train
+    from wfm_ds.train import prepare_and_train
     from wfm_ds.world import World
 
     class StopAt(StopFlag):
@@ -73,7 +74,7 @@ def settings(case, folder, *, model, digits, changes=()):
 def records(folder):
     """All metrics by line but times, speeds and what the rewards' clocks say."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    clocks = ("time", "perf/images", "perf/samples")
+    clocks = ("time", "perf/samples")
     return [{k: v for k, v in line.items() if not k.startswith(clocks) and "seconds" not in k} for line in lines]
 
 

@@ -34,6 +34,6 @@ def assert_same_runs(one, two):
     for expected, got in zip(lines, records(two), strict=True):
         assert got == pytest.approx(expected, rel=relative, abs=absolute)
     expected, got = exported(one), exported(two)
-    assert got.keys() == expected.keys()
+    assert got.keys() >= expected.keys()  # a run that was stopped on its way exported there too
     for name, tensor in expected.items():
         assert (got[name] - tensor).abs().max() <= (1e-4 if pictures else 1e-5), name

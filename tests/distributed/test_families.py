@@ -16,7 +16,7 @@ from wfm_ds.algorithms.sft import validation_sigmas
 from wfm_ds.data.media import load_media
 from wfm_ds.data.paired import PairedFolder
 from wfm_ds.data.pixels import centre
-from wfm_ds.datasets import framing
+from wfm_ds.datasets import buckets_of
 from wfm_ds.models import registry
 from wfm_ds.models.given import with_given
 from wfm_ds.sampling.noise import seeded_normal
@@ -60,7 +60,7 @@ def by_hand(model, recipe, folder):
     losses, most = [], recipe.algorithm.max_num_conditional_frames
     sigmas = validation_sigmas(model.flow_shift).float()
     for sample in PairedFolder(folder, max_bad_fraction=0).samples:
-        pixels = torch.from_numpy(load_media(sample.media, framing(recipe), centre)).float() / 255
+        pixels = torch.from_numpy(load_media(sample.media, buckets_of(recipe, model).framings[0], centre)).float() / 255
         clean = model.encode_pixels(pixels.permute(3, 0, 1, 2)[None])
         for j, sigma in enumerate(sigmas):
             noise = seeded_normal([derive_seed(0, "validation_noise", sample.id, j)], clean.shape[1:])

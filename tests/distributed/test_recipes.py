@@ -3,10 +3,11 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from clips import write_clip
-from distributed.exports import assert_all_steps_taken, assert_loads, assert_trained
+from distributed.exports import assert_all_steps_taken, assert_draws, assert_loads, assert_trained
 from distributed.resuming import train_on_rank
 from families import CASES
 from wfm_ds import recipe_file
@@ -48,6 +49,7 @@ TWINS = {
     "cp_ddrl_14b": "cosmos25_ddrl",
     "cp_mock": "cosmos25_mock",
     "wan_sft_lora": "wan_sft_lora",
+    "wan_long_video_sft_lora": "wan_long_video_sft_lora",
     "wan_nft": "wan_nft",
     "wan22_sft_lora": "wan22_sft_lora",
 }
@@ -61,13 +63,32 @@ FAST = {
     ("sft", "lora", "wan22"),
 }
 MATRIX = [(*kind, family) for family in FAMILIES if family != "digits" for kind in KINDS]  # digits is an SD3
+EVAL_STEPS = 3  # noise levels of both experts of Wan 2.2
 SMALL_GROUPS = ["rollout.group_size=2", "reward.functions=[{name: jpeg_compressibility}]"]
 CHANGES = {
-    "sft": [],
+    "sft": ["sampling.guidance_scale=1", f"sampling.eval_steps={EVAL_STEPS}", "logging.num_samples=1"],
     "nft": SMALL_GROUPS,
     "flow_grpo": SMALL_GROUPS,
     "ddrl": [*SMALL_GROUPS, "algorithm.train_on=[0, 1, 2, 3]"],  # noise levels of both experts of Wan 2.2
 }
+
+
+def train_and_keep_pictures(recipe, overrides, kept):
+    """... and write the last picture or frames that were drawn to the file `kept`, before they are compressed."""
+    from wfm_ds.sampler import Sampler
+
+    media = Sampler.media
+
+    def keep(self, latents):
+        pictures, finite = media(self, latents)
+        np.save(kept, pictures[-1])
+        return pictures, finite
+
+    Sampler.media = keep
+    try:
+        return train_on_rank(recipe, overrides)
+    finally:
+        Sampler.media = media
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +110,9 @@ def media(tmp_path_factory):
 
 
 @pytest.fixture
-def run(one_rank, tiny_pipelines, media, tmp_path):
-    """Runs a tiny recipe briefly, on this family's pipeline unless the recipe's own; (its export, pipeline, family)."""
+def run(one_rank, two_ranks, tiny_pipelines, media, tmp_path):
+    """Runs a tiny recipe briefly, on this family's pipeline unless the recipe's own; (its export, pipeline, family).
+    On the fewest ranks that it takes: one replica."""
 
     def run(path, *overrides, family=None, data=None):
         recipe = recipe_file.load(path, overrides)
@@ -101,9 +123,11 @@ def run(one_rank, tiny_pipelines, media, tmp_path):
             places.append(f"validation.path={media[recipe.validation.path]}")
         held_out = [] if recipe.is_rl else ["validation.num_images=1"]
         words = [*places, *SHORT, *held_out, *overrides]
-        outcome = one_rank.run(train_on_rank, recipe=str(path), overrides=words)[0]
+        ranks = {1: one_rank, 2: two_ranks}[recipe.engine.sequence_parallel]
+        kept = str(tmp_path / "pictures.npy")
+        outcome = ranks.run(train_and_keep_pictures, recipe=str(path), overrides=words, kept=kept)[0]
         assert (outcome["status"], outcome["step"]) == ("finished", 2)
-        assert_all_steps_taken(tmp_path / "out", derive(recipe_file.load(path, words), 1).total_updates)
+        assert_all_steps_taken(tmp_path / "out", derive(recipe_file.load(path, words), ranks.num_ranks).total_updates)
         return tmp_path / "out" / "safetensors" / "step_2", tiny_pipelines(family), family
 
     return run
@@ -121,7 +145,7 @@ def test_a_tiny_recipe_trains_and_plain_diffusers_loads_what_it_exports(path, ru
     ("algorithm", "kind", "family"),
     [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in MATRIX],
 )
-def test_each_algorithm_trains_each_family_and_all_that_it_should(algorithm, kind, family, run):
+def test_each_algorithm_trains_each_family_and_sft_exports_draw_its_pictures(algorithm, kind, family, run, tmp_path):
     case = CASES[family]
     height, width, num_frames = case.size
     overrides = [
@@ -140,13 +164,18 @@ def test_each_algorithm_trains_each_family_and_all_that_it_should(algorithm, kin
         data = "outputs/digits/images" if num_frames == 1 else "outputs/clips"
         overrides += ["data.max_upscale=8", f"algorithm.max_num_conditional_frames={int(case.given is not None)}"]
     path = RECIPES / "tiny" / f"{BASE[algorithm]}.yaml"
-    assert_trained(*run(path, *overrides, family=family, data=data), more_than=1e-4)
+    result = run(path, *overrides, family=family, data=data)
+    assert_trained(*result, more_than=1e-4)
+    if algorithm == "sft":
+        (sample,) = (tmp_path / "out" / "samples" / "step_2" / "samples.jsonl").read_text().splitlines()
+        frames = np.load(tmp_path / "pictures.npy")
+        assert_draws(*result, frames=frames, sample=json.loads(sample), steps=EVAL_STEPS)
 
 
 @pytest.mark.parametrize("name", sorted(TWINS.keys() | {path.stem for path in RECIPES.glob("*.yaml")}))
 def test_a_full_size_recipe_is_shared_out_over_eight_ranks_and_has_a_tiny_twin(name):
     recipe = recipe_file.load(RECIPES / f"{name}.yaml")
     shares = derive(recipe, 8)
-    assert shares.samples_per_rank * 8 == shares.samples_per_step
+    assert shares.samples_per_rank * shares.num_replicas == shares.samples_per_step
     twin = recipe_file.load(RECIPES / "tiny" / f"{TWINS[name]}.yaml")
     assert (twin.algorithm.name, twin.lora is None) == (recipe.algorithm.name, recipe.lora is None)

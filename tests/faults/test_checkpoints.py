@@ -1,5 +1,7 @@
 """Ranks that die or cannot write while they save: what was saved before stays, and the run goes on from there."""
 
+import contextlib
+import ctypes
 import os
 import resource
 import signal
@@ -58,6 +60,64 @@ def test_rank_killed_while_saving_leaves_the_last_complete_one(two_ranks, tmp_pa
     assert (found.step, found.world_size, found.facts) == (survives, 2, {"metrics_bytes": survives})
     two_ranks.run(save_and_die, root=str(tmp_path), rank=9, moment=moment)  # the leftovers are in nobody's way
     assert sorted(f.name for f in tmp_path.iterdir()) == ["LATEST", "step_1", "step_2"]
+    assert store.newest(tmp_path).step == 2
+
+
+def save_into_a_read_only_folder(root):
+    """Save step 1; then step 2, into a folder that nobody may write to, not even root; then step 2 once more."""
+    from wfm_ds.errors import UserError
+    from wfm_ds.world import World
+
+    world, root = World.join(), Path(root)
+
+    def save(step):
+        def write(folder):
+            path = folder / f"state_{world.rank}"
+            path.write_bytes(bytes(100 * step))
+            return [path]
+
+        store.Save(root, step, world, write, facts={}, keep=2).commit()
+
+    save(1)
+    world.barrier()
+    root.chmod(0o555)
+    try:
+        with without_roots_rights():
+            save(2)
+        message = None
+    except UserError as error:
+        message = str(error)
+    newest = store.newest(root).step
+    world.barrier()
+    root.chmod(0o755)
+    save(2)
+    return {"message": message, "newest": newest}
+
+
+@contextlib.contextmanager
+def without_roots_rights():
+    """This thread, and those that it starts, obey the modes of files even if the user is root (capabilities(7))."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, sets) == 0
+    before = sets[0]
+    sets[0] &= ~0b110  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, from the effective set alone
+    assert libc.capset(header, sets) == 0
+    try:
+        yield
+    finally:
+        sets[0] = before
+        assert libc.capset(header, sets) == 0
+
+
+def test_a_read_only_folder_is_one_clear_error_on_all_ranks(two_ranks, tmp_path):
+    for found in two_ranks.run(save_into_a_read_only_folder, root=str(tmp_path)):
+        assert found["newest"] == 1
+        assert found["message"] == (
+            f"{tmp_path}/step_2: the checkpoint could not be written ([Errno 13] Permission denied: "
+            f"'{tmp_path}/step_2.tmp'); earlier ones are intact: free space or repair the folder, then start the same "
+            "command again"
+        )
     assert store.newest(tmp_path).step == 2
 
 

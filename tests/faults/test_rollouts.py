@@ -92,7 +92,7 @@ def test_workers_that_die_hang_come_late_and_leave_change_nothing(stack, tmp_pat
     until(has(stopped_log, "uses publication"))
     stopped.send_signal(signal.SIGSTOP)
     leaving, leaving_log = join(stack, tmp_path, "leaving")
-    until(has(tmp_path / "async.log", "worker stopped/0 was silent for 4 s"))
+    until(has(tmp_path / "async" / "logs" / "rank_0.log", "worker stopped/0 was silent for 4 s"))
     until(has(leaving_log, "uses publication"))
     stopped.send_signal(signal.SIGCONT)
     leaving.send_signal(signal.SIGTERM)

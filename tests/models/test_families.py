@@ -54,6 +54,19 @@ def pixels_for(model, family, count=2):
     return torch.rand(shape, generator=torch.Generator().manual_seed(5))
 
 
+@FAMILIES
+def test_heights_and_widths_are_the_multiples_of_one_number(load, family):
+    model, frames = load(family), CASES[family].size[2]
+    multiple = model.size_multiple(frames)
+    for size in range(1, 2 * multiple + 2):
+        for height, width in ((size, multiple), (multiple, size)):
+            if size % multiple == 0:
+                model.latent_shape(height, width, frames)
+            else:
+                with pytest.raises(ValueError, match=f"must be a multiple of {multiple}"):
+                    model.latent_shape(height, width, frames)
+
+
 def one_call(model, family, count=2, stage=0):
     """Arguments of one `denoise`: another sigma, prompt and number of given frames for each sample."""
     noise, conditioning = noise_for(model, family, count), model.encode_text(PROMPTS[:count])

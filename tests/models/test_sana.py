@@ -2,13 +2,16 @@
 
 import json
 import shutil
+from typing import get_args
 
 import pytest
 import torch
 from diffusers import (
+    AutoencoderDC,
     AutoencoderKLLTX2Video,
     SanaImageToVideoPipeline,
     SanaTransformer2DModel,
+    SanaVideoPipeline,
     SanaVideoTransformer3DModel,
 )
 from hypothesis import given, settings
@@ -167,6 +170,21 @@ def test_upstream_tiles_masks_in_another_order_than_embeddings(load, pipeline, f
     torch.testing.assert_close(embeds, one["prompt_embeds"].repeat_interleave(2, 0), **EXACT)
     assert torch.equal(mask, one["prompt_attention_mask"].repeat(2, 1))
     assert not torch.equal(mask, one["prompt_attention_mask"].repeat_interleave(2, 0))
+
+
+def test_upstream_a_video_pipeline_cannot_have_the_vae_of_the_image_models(tiny_pipelines, pipeline, tmp_path):
+    """Its own signature allows it. When this fails, SanaVideo.check_folder may go, and models/vae.py has a VAE more."""
+    folder, vae = tmp_path / "pipeline", pipeline("sana").vae
+    assert AutoencoderDC in get_args(SanaVideoPipeline.__init__.__annotations__["vae"])
+    with pytest.raises(AttributeError, match="scale_factor_temporal"):
+        SanaVideoPipeline(**pipeline("sana_video").components | {"vae": vae})
+    shutil.copytree(tiny_pipelines("sana_video"), folder)
+    shutil.rmtree(folder / "vae")
+    vae.save_pretrained(folder / "vae")
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"vae": ["diffusers", "AutoencoderDC"]}))
+    with pytest.raises(ModelError, match=r"whose VAE is an AutoencoderDC .* use one with the Wan or LTX-2 VAE"):
+        fresh(folder)
 
 
 def calls_of(model):

@@ -1,5 +1,7 @@
 """The state machine under random events, and each of its rules by itself."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -231,6 +233,66 @@ def test_another_worker_is_preferred_for_another_attempt():
     assert leased(ledger) == [("w1", "t", 2)]
     ledger.failed("w1", "t", "hopeless", fatal=True)
     assert finished(ledger) == [("t", False, "no luck; hopeless (2 attempts)")]
+
+
+def test_credit_counts_rows_and_one_task_however_large_is_always_given():
+    ledger = a_ledger()
+    up(ledger, credit=4)
+    for task_id, rows in (("a", 3), ("b", 2), ("c", 1)):
+        ledger.submit(replace(a_task(task_id), rows=rows))
+    assert leased(ledger) == [("w0", "a", 1)], "b does not fit beside a, and c is younger than b"
+    ledger.result("w0", "a", 1, 0.1, {})
+    assert leased(ledger) == [("w0", "b", 1), ("w0", "c", 1)]
+    up(ledger, "w1", credit=1)
+    ledger.submit(replace(a_task("large"), rows=9))
+    assert leased(ledger) == [("w1", "large", 1)]
+
+
+def test_what_may_have_killed_a_worker_is_tried_again_alone():
+    ledger = a_ledger()
+    up(ledger, credit=3)
+    for task_id in "abc":
+        ledger.submit(a_task(task_id))
+    assert len(leased(ledger)) == 3
+    ledger.worker_lost("w0", "killed")
+    up(ledger, "w1", credit=3)
+    for task_id in "abc":
+        assert leased(ledger) == [("w1", task_id, 2)]
+        ledger.submit(a_task(f"{task_id}-later"))
+        assert leased(ledger) == [], "nothing is put beside it"
+        ledger.result("w1", task_id, 2, 0.1, {})
+    assert [g[1] for g in leased(ledger)] == ["a-later", "b-later", "c-later"]
+
+
+def test_each_kind_may_have_a_limit_of_its_own():
+    ledger = a_ledger(max_waiting=3, max_waiting_of={"a": 1})
+    up(ledger)
+    ledger.submit(a_task("a1"))
+    with pytest.raises(Refused, match=r"^full$"):
+        ledger.submit(a_task("a2"))
+    ledger.submit(a_task("b1", kind="b"))
+    ledger.submit(a_task("b2", kind="b"))
+    with pytest.raises(Refused, match=r"^full$"):
+        ledger.submit(a_task("b3", kind="b"))
+    assert ledger.census(0.0) == ({"a": (1, 0), "b": (2, 0)}, {"w0": None})
+    assert leased(ledger) == [("w0", "a1", 1)]
+    assert ledger.submit(a_task("a2")) is Admission.NEW
+    assert ledger.census(7.0) == ({"a": (1, 1), "b": (2, 0)}, {"w0": 7.0})
+
+
+def test_who_watches_hears_of_each_end_once_with_the_payload():
+    heard = []
+    ledger = a_ledger(on_end=lambda task, completion: heard.append((task.payload, completion.ok, completion.reason)))
+    up(ledger)
+    for task_id in "ab":
+        ledger.submit(a_task(task_id))
+    leased(ledger)
+    ledger.result("w0", "a", 1, 0.1, {})
+    ledger.result("w0", "a", 1, 0.1, {})
+    leased(ledger)
+    ledger.failed("w0", "b", "broken", fatal=True)
+    ledger.release("ann", 2)
+    assert heard == [("media of a", True, ""), ("media of b", False, "broken")]
 
 
 def test_a_task_that_did_not_arrive_is_leased_again_when_its_worker_says_hello():

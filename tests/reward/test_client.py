@@ -97,7 +97,7 @@ def test_speed_of_a_video_reaches_the_rewards_and_large_clips_travel_alone(clien
         return submit(self, rows, tensors, tasks)
 
     monkeypatch.setattr(PipeClient, "submit", watched)
-    monkeypatch.setattr("wfm_ds.rollout.rewards.SUBMISSION_BYTES", 1000)
+    monkeypatch.setattr("wfm_ds.pipes.submission.SUBMISSION_BYTES", 1000)
     small, large = a_batch(3, shape=(5, 4, 4, 3), prefix="a"), a_batch(3, shape=(7, 8, 8, 3), prefix="b")
     for batch in (small, large):
         client.submit(dataclasses.replace(batch, fps=7.5))

@@ -19,7 +19,8 @@ from wfm_reward import registry
 from wfm_reward.rewards.ocr import edit_distance
 
 FOR_IMAGES = {"color", "digits", "jpeg_compressibility", "jpeg_incompressibility", "ocr"}
-BUILT_IN = FOR_IMAGES | {"mock", "motion"}
+BUILT_IN = FOR_IMAGES | {"mock", "motion", "remote"}
+NEEDED = {"remote": {"reward": "pickscore"}}  # options without a default
 
 
 def loaded(name, **options):
@@ -76,14 +77,14 @@ def test_the_built_in_rewards_are_found_and_describe_themselves():
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_an_unknown_option_is_refused_by_name(name):
     with pytest.raises(RewardError, match=f"{name} has no option qualty"):
-        registry.create(name, "cpu", {"qualty": 3})
+        registry.create(name, "cpu", {"qualty": 3, **NEEDED.get(name, {})})
 
 
 def test_finding_and_describing_rewards_loads_no_model_library():
     heavy = ("torch", "sklearn", "onnxruntime", "rapidocr_onnxruntime", "cv2", "PIL")
     code = (
         "import sys\nfrom wfm_reward import registry\n"
-        "for name in registry.names(): registry.create(name, 'cpu', {})\n"
+        f"for name in registry.names(): registry.create(name, 'cpu', {NEEDED}.get(name, {{}}))\n"
         f"loaded = [m for m in {heavy} if m in sys.modules]\n"
         "assert not loaded, loaded"
     )

@@ -15,10 +15,12 @@ import pytest
 import yaml
 
 from wfm_ds.errors import RewardError
+from wfm_ds.pipes import wire
 from wfm_ds.pipes.client import PipeClient
-from wfm_reward import registry, serve
+from wfm_ds.pipes.worker import TaskInHand
+from wfm_reward import registry, scorers, serve
 from wfm_reward.base import Range
-from wfm_reward.config import load_config
+from wfm_reward.config import RewardConfig, load_config
 from wfm_reward.worker import Scoring
 
 PROBES = Path(__file__).parent
@@ -111,6 +113,55 @@ def test_pictures_of_different_sizes_are_scored_one_by_one():
     assert [s.value for some in scoring.items(rows, media) for s in some] == [0.2, 0.4]
 
 
+def task_in_hand(task_id, shapes, fps=None, value=51, attempt=1):
+    """As it arrives at a worker, with its tensors in a message."""
+    media = [np.full(shape, value, np.uint8) for shape in shapes]
+    rows = [{"id": f"{task_id}-{i}", "prompt": "", "metadata": {}, "fps": fps} for i in range(len(shapes))]
+    specs, frames = wire.pack_tensors([("media", m) for m in media])
+    payload = tuple(frame for of_tensor in frames for frame in of_tensor)
+    message = wire.Message("task", 1, {"rows": rows}, tuple(specs), payload)
+    return TaskInHand(task_id, attempt, "score:x", rows, message)
+
+
+def test_tasks_that_arrive_together_are_scored_in_batches_of_one_shape_and_speed(tmp_path):
+    journal = tmp_path / "journal"
+    reward = registry.create("probe_rewards:Brightness", "cpu", {"journal": str(journal)})
+    image, video = (4, 4, 3), (2, 4, 4, 3)
+    tasks = [
+        task_in_hand("a", [image] * 2),
+        task_in_hand("b", [image], value=102),
+        task_in_hand("c", [video], fps=8.0),
+        task_in_hand("d", [video], fps=16.0),
+        task_in_hand("e", [(4, 4)]),
+        task_in_hand("f", [image] * 3),
+    ]
+    marks = []
+    answers = Scoring(reward, "mine", 2).tasks(tasks, lambda done, total: marks.append((done, total)))
+    batches = [json.loads(line)["ids"] for line in journal.read_text().splitlines()]
+    assert batches == [["a-0", "a-1"], ["b-0"], ["c-0"], ["d-0"], ["f-0", "f-1"], ["f-2"]]
+    assert marks == [(done, 8) for done in range(1, 9)]
+    assert str(answers[4]) == "each item needs uint8 media of shape [H,W,3] or [T,H,W,3]"
+    assert [a["scores"][0][0] for a in answers if isinstance(a, dict)] == [0.2, 0.4, 0.2, 0.2, 0.2]
+    assert [len(a["scores"]) for a in answers if isinstance(a, dict)] == [2, 1, 1, 1, 3]
+
+
+def test_a_worker_of_another_python_needs_no_install_of_ours(tmp_path):
+    """It finds our packages by PYTHONPATH alone: the other Python is this one behind a name of its own."""
+    link = tmp_path / "bin" / "python"
+    link.parent.mkdir()
+    link.write_text(f'#!/bin/sh\nexec env -u PYTHONHOME "{sys.executable}" -S "$@"\n')
+    link.chmod(0o755)
+    packages = Path(np.__file__).parent.parent
+    program = scorers.scorer("mock", RewardConfig(python=link))
+    environment = {**scorers._with_our_packages(), "PYTHONSAFEPATH": "1"}
+    environment["PYTHONPATH"] += f"{os.pathsep}{packages}"
+    code = "import wfm_reward.worker, wfm_ds; print(wfm_ds.__file__)"
+    done = subprocess.run(
+        [str(program.python), "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert Path(done.stdout.strip()).parent.name == "wfm_ds"
+
+
 def test_ranges_include_their_ends_and_never_nan():
     limits = Range(0.0, 1.0)
     assert 0.0 in limits
@@ -166,7 +217,9 @@ def test_nothing_heavy_is_imported():
     ("text", "says"),
     [
         ("rewards: {color: {devcie: cpu}}", r"rewards\.color\.devcie is not a key; did you mean device\?"),
-        ("rewards: {color: {}}\nhttp: {}", r"http is not a key; known are pipes, rewards"),
+        ("rewards: {color: {}}\nwebsite: {}", r"website is not a key; known are pipes, http, latent_decoders, rewards"),
+        ("rewards: {color: {}}\nhttp: {port: 1}", r"http\.port is not a key; known are bind, token_file"),
+        ("rewards: {color: {}}\nhttp: {bind: nowhere}", r"http\.bind: .*'nowhere' is not HOST:PORT"),
         ("pipes: {client: ipc}\nrewards: {color: {}}", r"pipes\.client is not a key; did you mean clients\?"),
         ("rewards: {color: {workers: 0}}", r"rewards\.color\.workers: .*greater than 0"),
         ("rewards: {}", r"rewards: .*at least 1"),

@@ -11,7 +11,7 @@ from wfm_ds.checkpoint.state import capture, read_state
 from wfm_ds.checkpoint.store import Save
 from wfm_ds.checkpoint.target import ExportTarget
 from wfm_ds.job import Job
-from wfm_ds.output import CHECKPOINTS
+from wfm_ds.traces import CHECKPOINTS
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +76,8 @@ class Checkpoints:
             saving, self._saving = self._saving, None
             with self.job.timer("checkpoint"):
                 log.info("saved %s", saving.commit())
+            if self.job.mirror is not None:
+                self.job.mirror.wake()
 
     def _begin(self, loop: Loop) -> None:
         self.finish()
@@ -86,7 +88,16 @@ class Checkpoints:
                 "metrics_bytes": job.monitor.sync(),
                 "samples_per_step": job.derived.samples_per_step,
                 "accumulation": job.derived.accumulation,
+                "sequence_parallel": job.derived.sequence_parallel,
                 "num_experts": len(job.model.sigma_ranges),
             }
-            self._saving = Save(self.root, loop.step, job.world, state.write, facts=facts, keep=self.settings.keep)
+            self._saving = Save(
+                self.root,
+                loop.step,
+                job.world,
+                state.write,
+                facts=facts,
+                keep=self.settings.keep,
+                spared=tuple if job.mirror is None else job.mirror.unverified,
+            )
         self._saved_at = loop.step

@@ -8,13 +8,14 @@ lets the ranks agree: `world.checked(lambda: export(...))`.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -24,11 +25,13 @@ from torch import Tensor
 from wfm_ds import atomic
 from wfm_ds.checkpoint.pipeline_folder import CALL, components, read_index, share_unchanged
 from wfm_ds.checkpoint.target import WEIGHTS, ExportTarget, call_json
+from wfm_ds.checkpoint.tensor_file import Spec, TensorFile
 from wfm_ds.errors import ModelError, UserError
 
 log = logging.getLogger(__name__)
 
-SHARD_BYTES = 1 << 30  # of one file, all of which is in memory while it is written
+SHARD_BYTES = 1 << 30  # of one file
+SAFETY_CHECKER = "safety_checker"
 LORA_FOLDER = "lora"
 LORA_FILES = {"transformer": "model.safetensors", "transformer_2": "model_2.safetensors"}  # by part of the denoiser
 LORA_PREFIX = "transformer"  # of the keys in both files: diffusers looks for no other one
@@ -69,7 +72,7 @@ def export(
 
     A LoRA run gets `out/lora/model.safetensors` (always float32; for a second expert `model_2.safetensors` too) and
     `adapter_config.json`; a full run makes `out` a pipeline folder: the denoiser in `dtype`, in files of at most
-    `shard_bytes` of which one at a time is in memory, everything else shared with `target.base`. `out` is complete or
+    `shard_bytes`, one tensor at a time in memory, everything else shared with `target.base`. `out` is complete or
     absent; an earlier export there is replaced. `trained_only`: a full run leaves out what training does not change, so
     that `out` is no pipeline; and an adapter that changes nothing is no news. Returns the LoRA folder or the pipeline
     folder. Raises UserError on rank 0 if the tensors are not those of the target, are not finite, or if `out` cannot be
@@ -84,26 +87,25 @@ def export(
         with new_export(out, target.base) as making:
             if source.lora:
                 settings = adapter_settings(source.lora_config(), target.base)
-                adapters = _by_part(_here(stream), target.parts)
-                folder = making / LORA_FOLDER
+                adapters, folder = _by_part(_here(stream), target.parts), making / LORA_FOLDER
                 write_lora(adapters, settings, folder, shapes=target.shapes, warn_idle=not trained_only)
+                _write_call(target, folder)
             else:
                 if not trained_only:
-                    _share_pipeline(target, making)
-                for part, tensors in _by_part(_here(stream), target.parts):
-                    _write_denoiser(target, part, tensors, making, dtype, shard_bytes)
+                    share_unchanged(target.base, making, changed=target.parts)
+                    _write_call(target, making)
+                _write_denoiser(target, _here(stream), making, dtype, shard_bytes)
     finally:
         _exhaust(stream)
     log.log(logging.DEBUG if trained_only else logging.INFO, "exported the %s weights to %s", policy, result)
     return result
 
 
-def _share_pipeline(target: ExportTarget, making: Path) -> None:
-    """All of the pipeline that training did not change."""
-    share_unchanged(target.base, making, changed=target.parts)
+def _write_call(target: ExportTarget, folder: Path) -> None:
+    """call.json, if prompts were encoded otherwise than the base folder says."""
     if target.call:
-        (making / CALL).unlink(missing_ok=True)  # it may be a link to the base model's
-        (making / CALL).write_text(call_json(target.base, target.call), encoding="utf-8")
+        (folder / CALL).unlink(missing_ok=True)  # it may be a link to the base model's
+        (folder / CALL).write_text(call_json(target.base, target.call), encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -124,27 +126,42 @@ def loading_lines(base: Path, exported: Path, lora: bool) -> str:
     """
     pipeline = base if lora else exported
     arguments = [json.dumps(str(pipeline)), *(f"{name}=None" for name in _must_be_declined(pipeline))]
-    lines = [
-        "from diffusers import DiffusionPipeline",
-        f"pipe = DiffusionPipeline.from_pretrained({', '.join(arguments)})",
-    ]
+    lines = ["from diffusers import DiffusionPipeline"]
+    if _builds_checker(pipeline):
+        lines.append(
+            "# builds its safety checker, whose package must be installed, unless safety_checker=... is added:"
+        )
+    lines.append(f"pipe = DiffusionPipeline.from_pretrained({', '.join(arguments)})")
     if lora:
         name = json.dumps(str(exported))
         for part, file in LORA_FILES.items():
             if (exported / file).exists():
                 second = "" if part == LORA_PREFIX else f", load_into_{part}=True"
                 lines.append(f'pipe.load_lora_weights({name}, weight_name="{file}", adapter_name="default"{second})')
+        if (exported / CALL).exists():
+            lines.append(f"# it was trained on prompts as encoded by the call's arguments in {exported / CALL}")
     return "\n".join(lines)
 
 
 def _must_be_declined(pipeline: Path) -> list[str]:
     """Components that the index leaves out and diffusers misses nevertheless (SD3 without T5)."""
+    index = read_index(pipeline)
+    optional = getattr(_pipeline_class(index), "_optional_components", [])
+    return [name for name, (_, kind) in components(index).items() if kind is None and name not in optional]
+
+
+def _builds_checker(pipeline: Path) -> bool:
+    """Whether the pipeline makes a safety checker that the folder does not have (Cosmos-Predict2.5)."""
+    index = read_index(pipeline)
+    takes = inspect.signature(_pipeline_class(index)).parameters
+    return SAFETY_CHECKER in takes and components(index).get(SAFETY_CHECKER, (None, None))[1] is None
+
+
+def _pipeline_class(index: Mapping[str, Any]) -> Any:
+    """What the index names; diffusers' base class if diffusers does not know it."""
     import diffusers
 
-    index = read_index(pipeline)
-    pipeline_class = getattr(diffusers, str(index.get("_class_name")), None)
-    optional = getattr(pipeline_class, "_optional_components", [])
-    return [name for name, (_, kind) in components(index).items() if kind is None and name not in optional]
+    return getattr(diffusers, str(index.get("_class_name")), diffusers.DiffusionPipeline)
 
 
 def _exhaust(stream: Iterator[tuple[str, Tensor | None]]) -> None:
@@ -161,6 +178,7 @@ def _here(stream: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Te
         if not bool(torch.isfinite(tensor).all()):
             raise ModelError(f"{name} holds NaN or infinity: the weights are broken, the export was given up")
         yield name, tensor
+        del tensor  # the next one is gathered meanwhile
 
 
 def _by_part(
@@ -256,73 +274,68 @@ def _check_adapter(
 
 def _write_denoiser(
     target: ExportTarget,
-    component: str,
-    tensors: Iterator[tuple[str, Tensor]],
+    stream: Iterator[tuple[str, Tensor]],
     pipeline_folder: Path,
     dtype: torch.dtype,
     shard_bytes: int,
 ) -> None:
-    """One denoiser of a full run: config, shards, and their index if there is more than one."""
-    folder = pipeline_folder / component
+    """The parts of the denoiser of a full run: config, shards, and their index if there is more than one. Each tensor
+    is written before the stream makes the next."""
+    missing: dict[str, Spec] = {}  # by their names in the stream
+    with contextlib.ExitStack() as held:
+        places: dict[str, tuple[TensorFile, str]] = {}
+        for part in target.parts:
+            folder, prefix = pipeline_folder / part, target.prefix(part)
+            specs = {name: Spec(_stored(spec.dtype, dtype), spec.shape) for name, spec in target.specs(part).items()}
+            _begin_part(folder, target.config(part), shards := planned_shards(specs, shard_bytes))
+            for file_name, shard in shards.items():
+                file = held.enter_context(TensorFile(folder / file_name, shard, {"format": "pt"}))
+                places |= {prefix + name: (file, name) for name in shard}
+            missing |= {prefix + name: spec for name, spec in specs.items()}
+        for name, tensor in stream:
+            _check_expected(name, tensor, missing)
+            file, own_name = places[name]
+            file.write(own_name, tensor.to(missing.pop(name).dtype))
+            del tensor  # the stream makes the next one meanwhile
+        if missing:
+            raise ModelError(f"{len(missing)} tensors of the denoiser were not exported, e.g. {next(iter(missing))}")
+
+
+def _begin_part(folder: Path, config: Mapping[str, Any], shards: Mapping[str, Mapping[str, Spec]]) -> None:
+    """A part's folder with all but its weights."""
     folder.mkdir()
-    shards = _write_shards(_checked_names(tensors, target.shapes(component)), folder, dtype, shard_bytes)
-    files, count = {}, len(shards)
-    for number, shard in enumerate(shards, start=1):
-        name = f"{WEIGHTS}.safetensors" if count == 1 else f"{WEIGHTS}-{number:05d}-of-{count:05d}.safetensors"
-        shard.path.rename(folder / name)
-        files.update(dict.fromkeys(shard.names, name))
-    if count > 1:
-        index = {"metadata": {"total_size": sum(shard.tensor_bytes for shard in shards)}, "weight_map": files}
+    atomic.write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    if len(shards) > 1:
+        total = sum(spec.nbytes for shard in shards.values() for spec in shard.values())
+        weight_map = {name: file for file, shard in shards.items() for name in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         atomic.write_text(folder / f"{WEIGHTS}.safetensors.index.json", json.dumps(index, indent=2) + "\n")
-    atomic.write_text(folder / "config.json", json.dumps(target.config(component), indent=2) + "\n")
-    atomic.sync(folder)
 
 
-def _checked_names(
-    tensors: Iterator[tuple[str, Tensor]], expected: Mapping[str, torch.Size]
-) -> Iterator[tuple[str, Tensor]]:
-    missing = dict(expected)
-    for name, tensor in tensors:
-        if name not in missing:
-            raise ModelError(f"{name} is no tensor of the denoiser, or came twice: the export was given up")
-        if tensor.shape != missing.pop(name):
-            raise ModelError(f"{name} is {list(tensor.shape)}, the model has {list(expected[name])}: given up")
-        yield name, tensor
-    if missing:
-        raise ModelError(f"{len(missing)} tensors of the denoiser were not exported, e.g. {next(iter(missing))}")
+def _stored(own: torch.dtype, chosen: torch.dtype) -> torch.dtype:
+    """What a tensor has in the files: the chosen dtype, if it is one of floating point."""
+    return chosen if own.is_floating_point else own
 
 
-class _Shard(NamedTuple):
-    path: Path
-    names: list[str]
-    tensor_bytes: int
-
-
-def _write_shards(
-    tensors: Iterator[tuple[str, Tensor]], folder: Path, dtype: torch.dtype, shard_bytes: int
-) -> list[_Shard]:
-    """Files of at most `shard_bytes` of tensors (a larger tensor fills one alone), in the order of the stream.
-
-    Their final names contain their number, which is known at the end only.
-    """
-    written: list[_Shard] = []
-    held: dict[str, Tensor] = {}
+def planned_shards(specs: Mapping[str, Spec], shard_bytes: int) -> dict[str, dict[str, Spec]]:
+    """What lies in which file, under the names that diffusers looks for: at most `shard_bytes` of tensors in each, in
+    their order; a larger tensor fills a file alone."""
+    shards: list[dict[str, Spec]] = [{}]
     held_bytes = 0
-
-    def flush() -> None:
-        path = folder / f"{WEIGHTS}-{len(written) + 1:05d}.part"
-        save_file(held, path, metadata={"format": "pt"})
-        atomic.sync(path)
-        written.append(_Shard(path, list(held), held_bytes))
-        held.clear()
-
-    for name, tensor in tensors:
-        # A copy: safetensors refuses views of one buffer, and the source may reuse its own.
-        value = tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True).contiguous()
-        if held and held_bytes + value.nbytes > shard_bytes:
-            flush()
+    for name, spec in specs.items():
+        if shards[-1] and held_bytes + spec.nbytes > shard_bytes:
+            shards.append({})
             held_bytes = 0
-        held[name] = value
-        held_bytes += value.nbytes
-    flush()
-    return written
+        shards[-1][name] = spec
+        held_bytes += spec.nbytes
+    count = len(shards)
+    if count == 1:
+        return {f"{WEIGHTS}.safetensors": shards[0]}
+    return {f"{WEIGHTS}-{i:05d}-of-{count:05d}.safetensors": shard for i, shard in enumerate(shards, start=1)}
+
+
+def _check_expected(name: str, tensor: Tensor, missing: Mapping[str, Spec]) -> None:
+    if name not in missing:
+        raise ModelError(f"{name} is no tensor of the denoiser, or came twice: the export was given up")
+    if tensor.shape != missing[name].shape:
+        raise ModelError(f"{name} is {list(tensor.shape)}, the model has {list(missing[name].shape)}: given up")

@@ -48,3 +48,5 @@ class Exporter:
                 )
             )
         self._written = (step, folder)
+        if job.mirror is not None:
+            job.mirror.wake()

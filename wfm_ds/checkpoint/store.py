@@ -14,7 +14,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,15 +54,17 @@ class Save:
         *,
         facts: Mapping[str, Any],
         keep: int,
+        spared: Callable[[], Collection[int]] = tuple,
     ) -> None:
         """Begin `root/step_<step>`.
 
         `write(folder)` runs in the thread, on every rank; it must not communicate, and returns the files that this rank
         wrote below the folder; OSError and UserError are errors that it may raise. `facts`: JSON, rank 0's are kept.
-        `keep`: how many checkpoints stay, this one included. Raises UserError on all ranks if the folder cannot be
-        made.
+        `keep`: how many checkpoints stay, this one included; besides them those steps that `spared()` names, on rank
+        0, stay. Raises UserError on all ranks if the folder cannot be made.
         """
-        self.root, self.step, self.world, self.facts, self.keep = root, step, world, facts, keep
+        self.root, self.step, self.world, self.facts = root, step, world, facts
+        self.keep, self.spared = keep, spared
         making = self.making = root / f"step_{step}.tmp"
         world.checked(lambda: _writable(making, lambda: _begin(making)), on="main")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -90,7 +92,7 @@ class Save:
         finally:
             self._thread.shutdown()
         if world.is_main:
-            prune(self.root, newest=self.step, keep=self.keep)
+            prune(self.root, newest=self.step, keep=self.keep, spared=self.spared())
         return self.root / f"step_{self.step}"
 
 
@@ -144,15 +146,35 @@ def ok_name(rank: int) -> str:
 
 
 def read(path: Path) -> Checkpoint | None:
-    """The checkpoint in this folder; None if it is not complete: COMPLETE is missing, or files are, or their sizes
-    differ from what it says."""
+    """The checkpoint in this folder; None if it is not complete, for a reason that `flaw` says."""
+    found = _examined(path)
+    return found if isinstance(found, Checkpoint) else None
+
+
+def flaw(path: Path) -> str | None:
+    """Why this folder is no complete checkpoint, as a clause; None if it is one."""
+    found = _examined(path)
+    return found if isinstance(found, str) else None
+
+
+def _examined(path: Path) -> Checkpoint | str:
+    """A checkpoint, or why it is none: COMPLETE is missing, or files are, or their sizes differ from what it says."""
     try:
         marker = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
-        intact = all((path / name).stat().st_size == size for name, size in marker["files"].items())
         found = Checkpoint(path, int(marker["step"]), int(marker["world_size"]), dict(marker["facts"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # any of them: this is none
-        return None
-    return found if intact else None
+        sizes = dict(marker["files"])
+    except OSError as error:
+        return f"{COMPLETE} cannot be read ({error.strerror})"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{COMPLETE} is garbled"
+    for name, size in sizes.items():
+        try:
+            there = (path / name).stat().st_size
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        if there != size:
+            return f"{name} has {there} bytes instead of {size}"
+    return found
 
 
 def newest(root: Path) -> Checkpoint | None:
@@ -161,7 +183,7 @@ def newest(root: Path) -> Checkpoint | None:
         found = read(root / f"step_{step}")
         if found is not None:
             return found
-        log.warning("%s is damaged or incomplete and is passed over", root / f"step_{step}")
+        log.warning("%s is passed over: %s", root / f"step_{step}", flaw(root / f"step_{step}"))
     return None
 
 
@@ -172,11 +194,17 @@ def steps(root: Path) -> list[int]:
     return [int(match[1]) for entry in root.iterdir() if (match := STEP_FOLDER.fullmatch(entry.name))]
 
 
-def prune(root: Path, *, newest: int, keep: int) -> None:
-    """Remove all but the `keep` last checkpoints up to step `newest`, and those beyond it, which were passed over."""
-    known = steps(root)
-    kept = sorted((step for step in known if step <= newest), reverse=True)[:keep]
-    for step in set(known) - set(kept):
+def kept_steps(known: Collection[int], *, newest: int, keep: int) -> set[int]:
+    """The `keep` last ones up to `newest`."""
+    return set(sorted((step for step in known if step <= newest), reverse=True)[:keep])
+
+
+def prune(root: Path, *, newest: int, keep: int, spared: Collection[int] = ()) -> None:
+    """Remove all but the `keep` last checkpoints up to step `newest` and those spared, and all beyond it, which were
+    passed over."""
+    known = set(steps(root))
+    kept = kept_steps(known, newest=newest, keep=keep) | {step for step in spared if step <= newest}
+    for step in known - kept:
         try:
             shutil.rmtree(root / f"step_{step}")
         except OSError as error:  # the new one is safe; disk space is not worth a run

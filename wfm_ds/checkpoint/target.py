@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from wfm_ds.checkpoint.pipeline_folder import CALL, components, read_index
+from wfm_ds.checkpoint.tensor_file import Spec
 from wfm_ds.errors import ModelError
 from wfm_ds.models.base import stock_argument
 from wfm_ds.models.loading import read_json
@@ -66,9 +67,13 @@ class ExportTarget:
             network: nn.Module = network_class.from_config(self.config(part))
         return network
 
+    def specs(self, part: str) -> dict[str, Spec]:
+        """The state dict of a part: names, dtypes as its config makes it (float32 for weights), shapes."""
+        return {name: Spec(tensor.dtype, tensor.shape) for name, tensor in self.bare(part).state_dict().items()}
+
     def shapes(self, part: str) -> dict[str, torch.Size]:
         """Names and shapes of the state dict of a part."""
-        return {name: tensor.shape for name, tensor in self.bare(part).state_dict().items()}
+        return {name: spec.shape for name, spec in self.specs(part).items()}
 
     def prefix(self, part: str) -> str:
         """What stands before the names of a part's tensors in an engine: nothing, unless there are several parts."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from wfm_ds.data.pixels import BadMedia, Draw, Framing, load_image
+from wfm_ds.data.pixels import BadMedia, Draw, Framing, image_size, load_image
 from wfm_ds.data.samples import IMAGE_SUFFIXES, Media
-from wfm_ds.data.video import load_clip
+from wfm_ds.data.video import load_clip, video_size
 
 
 def load_media(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint8]:
@@ -20,3 +20,8 @@ def load_media(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uin
     if framing.num_frames > 1:
         raise BadMedia("too_short", media.name, f"an image, a clip has {framing.num_frames} frames")
     return load_image(media, framing, draw)
+
+
+def media_size(media: Media) -> tuple[int, int]:
+    """Height and width of an image or video, upright. Raises BadMedia."""
+    return image_size(media) if media.suffix in IMAGE_SUFFIXES else video_size(media)

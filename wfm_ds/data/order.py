@@ -1,10 +1,11 @@
-"""Which sample comes when, at any world size and micro-batch, and the SFT batches cut from that order.
+"""Which sample comes when, at any world size and number of workers, and the batches cut from that order.
 
-`sample_index` is pure; BatchSource decodes media ahead in threads and is the only part that touches files.
+The order is pure; BatchSource decodes media ahead in threads and is the only part that touches files.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections import Counter, deque
@@ -54,6 +55,68 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64
     return order
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the sample of a position stands: in the order that its bucket has in this epoch."""
+
+    bucket: int
+    epoch: int
+    offset: int
+
+
+class BucketOrder:
+    """The endless pass over samples of several buckets, cut into units of positions that have one bucket each.
+
+    The samples are dealt to their buckets in the order of `sample_index`, epoch after epoch. When `unit` of them are in
+    a bucket they leave it and are the next unit; what an epoch leaves in the buckets waits there for the next one. So
+    every sample is shown equally often, and with one bucket this is that order itself. No position needs the ones
+    before it: n samples of a bucket have filled epochs * n // unit units of it, whatever their order.
+    """
+
+    def __init__(self, buckets: Sequence[int], *, unit: int, seed: int, shuffle: bool) -> None:
+        """`buckets`: of each sample, numbers from 0."""
+        self.buckets = np.asarray(buckets, dtype=np.int64)
+        self.counts = [int(count) for count in np.bincount(self.buckets)]  # samples by bucket
+        self.unit, self.seed, self.shuffle = unit, seed, shuffle
+        self._epoch = functools.lru_cache(maxsize=4)(self._dealt)
+        self._units = functools.lru_cache(maxsize=2)(self._filled)
+
+    def place(self, position: int) -> Place:
+        """Of the sample at this position, from 0."""
+        unit, within = divmod(position, self.unit)
+        epoch = unit * self.unit // len(self.buckets)  # in which at the earliest it is filled
+        while self._units_before(epoch + 1) <= unit:
+            epoch += 1
+        bucket, number = self._units(epoch)[unit - self._units_before(epoch)]
+        return Place(bucket, *divmod(number * self.unit + within, self.counts[bucket]))
+
+    def sample(self, place: Place) -> int:
+        """The index of the sample that stands there."""
+        order, offsets = self._epoch(place.epoch)
+        return int(order[offsets[place.bucket][place.offset]])
+
+    def _units_before(self, epoch: int) -> int:
+        return sum(epoch * count // self.unit for count in self.counts)
+
+    def _dealt(self, epoch: int) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[np.int64]]]:
+        """The order of an epoch, and where in it the samples of each bucket are, ascending."""
+        num_samples = len(self.buckets)
+        order = epoch_order(num_samples, self.seed, epoch) if self.shuffle else np.arange(num_samples)
+        by_bucket = np.argsort(self.buckets[order], kind="stable")
+        return order, np.split(by_bucket, np.cumsum(self.counts)[:-1])
+
+    def _filled(self, epoch: int) -> list[tuple[int, int]]:
+        """(bucket, number among its units) of the units that are filled in this epoch, in the order of the last sample
+        of each."""
+        _, offsets = self._epoch(epoch)
+        filled = []
+        for bucket, count in enumerate(self.counts):
+            for number in range(epoch * count // self.unit, (epoch + 1) * count // self.unit):
+                last = (number + 1) * self.unit - 1 - epoch * count
+                filled.append((int(offsets[bucket][last]), bucket, number))
+        return [(bucket, number) for _, bucket, number in sorted(filled)]
+
+
 def places(offset: int, num_samples: int) -> list[int]:
     """Where in its epoch an offset looks for a usable sample: itself, then its substitutes, half an epoch away."""
     half = (num_samples + 1) // 2
@@ -68,7 +131,8 @@ class TrainingSample:
     epoch: int
     position: int  # over all epochs; unique in a run, so noise and noise level are keyed by it
     prompt: Prompt
-    media: Media
+    media: Media | None  # None on a rank that does not read, as the framing
+    framing: Framing | None  # of its pixels or latents
     pixels: npt.NDArray[np.uint8] | None  # [H,W,3] of an image, [F,H,W,3] of a video; None if there are latents
     latents: Any = None  # as the source's `cached` has them
 
@@ -82,11 +146,12 @@ class Loaded:
 
 
 class BatchSource:
-    """SFT batches: optimizer step s trains positions (s-1) * global_batch up to s * global_batch, cut by rank.
+    """SFT batches: optimizer step s trains positions (s-1) * global_batch up to s * global_batch, cut by rank. Ranks
+    are data-parallel ones.
 
     What a position shows depends on the position alone: a file that cannot be decoded is replaced by a substitute
-    derived from its place in the epoch, so all ranks keep doing the same number of forwards. `bad` counts the bad
-    files met by this rank by reason, repeated meetings included.
+    derived from its place in the epoch and of the same bucket, so all ranks keep doing the same number of forwards.
+    `bad` counts the bad files met by this rank by reason, repeated meetings included.
     """
 
     def __init__(
@@ -96,23 +161,29 @@ class BatchSource:
         global_batch: int,
         seed: int,
         shuffle: bool,
-        framing: Framing,
+        framings: Sequence[Framing],
         max_bad_fraction: float,
+        buckets: Sequence[int] | None = None,
+        unit: int = 1,
         workers: int = 2,
-        cached: Callable[[Media], Any] | None = None,
+        cached: Callable[[Media, Framing], Any] | None = None,
         rejected: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """`global_batch`: samples of one optimizer step over all ranks; `workers`: threads that decode; `cached`: the
-        latents of a medium if there are some, else None; with them it is not decoded; `rejected`: entries of the data
-        set by reason that are no samples.
+        """`global_batch`: samples of one optimizer step over all ranks; `buckets`: of each sample, its index among
+        `framings`, None if that is 0; `unit`: neighbouring positions that have one bucket; `workers`: threads that
+        decode; `cached`: the latents of a medium if there are some, else None; with them it is not decoded;
+        `rejected`: entries of the data set by reason that are no samples.
         """
+        if global_batch % unit:
+            raise ValueError(f"a global batch of {global_batch} samples cannot be cut into units of {unit}")
         if not samples:
             raise DataError("there is no training sample: every one of them is held out, or the data set is empty")
         self.samples = samples
         self.global_batch = global_batch
         self.seed = seed
-        self.shuffle = shuffle
-        self.framing = framing
+        buckets = [0] * len(samples) if buckets is None else buckets
+        self.order = BucketOrder(buckets, unit=unit, seed=seed, shuffle=shuffle)
+        self.framings = framings
         self.max_bad_fraction = max_bad_fraction
         self.cached = cached
         self.rejected = rejected
@@ -184,29 +255,30 @@ class BatchSource:
 
     def _load(self, position: int) -> Loaded:
         """Runs in the pool: reads files, changes nothing."""
-        num_samples = len(self.samples)
-        epoch, offset = divmod(position, num_samples)
+        due = self.order.place(position)
         failures: list[BadMedia] = []
-        for place in places(offset, num_samples):
-            sample = self.samples[sample_index(epoch * num_samples + place, num_samples, self.seed, self.shuffle)]
+        for offset in places(due.offset, self.order.counts[due.bucket]):
+            place = dataclasses.replace(due, offset=offset)
             try:
-                return Loaded(self._decode(sample, epoch, position), tuple(failures))
+                return Loaded(self._decode(place, position), tuple(failures))
             except BadMedia as failure:
                 failures.append(failure)
         return Loaded(None, tuple(failures))
 
-    def _decode(self, sample: Sample, epoch: int, position: int) -> TrainingSample:
+    def _decode(self, place: Place, position: int) -> TrainingSample:
+        sample, framing = self.samples[self.order.sample(place)], self.framings[place.bucket]
         pixels = None
         with decoding(sample.media):
-            latents = None if self.cached is None else self.cached(sample.media)
+            latents = None if self.cached is None else self.cached(sample.media, framing)
         if latents is None:
-            pixels = load_media(sample.media, self.framing, self._draw(epoch, sample.id))
+            pixels = load_media(sample.media, framing, self._draw(place.epoch, sample.id))
         return TrainingSample(
             sample_id=sample.id,
-            epoch=epoch,
+            epoch=place.epoch,
             position=position,
             prompt=sample.prompt,
             media=sample.media,
+            framing=framing,
             pixels=pixels,
             latents=latents,
         )

@@ -11,13 +11,14 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from wfm_ds.data.samples import Media
 from wfm_ds.errors import DataError, UserError
 
 # Only what a training folder may hold: Pillow would otherwise try every format it knows, some through other programs.
 FORMATS = ("JPEG", "PNG", "WEBP")
+QUARTER_TURNS = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
 BAD_MEDIA = ("decode", "too_small", "too_short", "low_fps")  # the reasons of BadMedia
 # What Pillow's decoders and its EXIF reader raise on damaged files: OSError for most, the others for some headers.
 DECODE_ERRORS: tuple[type[Exception], ...] = (
@@ -93,6 +94,14 @@ def load_image(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uin
         rgb = to_rgb(ImageOps.exif_transpose(image))
     check_size(media, framing, rgb.height, rgb.width)
     return np.array(cover(rgb, framing, framing.place(draw)))
+
+
+def image_size(media: Media) -> tuple[int, int]:
+    """Height and width of an image as load_image sees it, upright. Reads its header only. Raises BadMedia."""
+    with decoding(media), media.open() as file, Image.open(file, formats=FORMATS) as image:
+        # Of the base class: a PNG's own decodes all of it in search of an orientation behind the pixels.
+        turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1) in QUARTER_TURNS
+        return (image.width, image.height) if turned else (image.height, image.width)
 
 
 def check_size(media: Media, framing: Framing, height: int, width: int) -> None:

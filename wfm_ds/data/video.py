@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 from collections.abc import Iterator, Sequence, Set
 
 import av
@@ -28,13 +29,8 @@ def load_clip(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint
 
     Raises BadMedia: `decode`, `too_small`, and as choose_frames does.
     """
-    with (
-        decoding(media, (*DECODE_ERRORS, av.FFmpegError)),
-        media.open() as file,
-        av.open(file, "r", options=OPTIONS, metadata_errors="ignore") as container,
-    ):
+    with opened(media) as container:
         stream = container.streams.video[0]
-        stream.thread_count = 1  # the workers decode side by side
         times, keys = timestamps(container, stream)
         seconds = np.array(times) * float(stream.time_base or 1)
         wanted = [times[i] for i in choose_frames(media, seconds, framing, draw)]
@@ -49,6 +45,28 @@ def load_clip(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint
         if missing := set(wanted) - pictures.keys():
             raise BadMedia("decode", media.name, f"{len(missing)} of {len(set(wanted))} frames cannot be decoded")
     return np.stack([pictures[time] for time in wanted])
+
+
+def video_size(media: Media) -> tuple[int, int]:
+    """Height and width of a video as load_clip sees it, upright. Decodes its first frame. Raises BadMedia."""
+    with opened(media) as container:
+        frame = next(container.decode(container.streams.video[0]), None)
+        if frame is None:
+            raise BadMedia("decode", media.name, "no frame can be decoded")
+        turned = frame.rotation // 90 % 2
+        return (frame.width, frame.height) if turned else (frame.height, frame.width)
+
+
+@contextlib.contextmanager
+def opened(media: Media) -> Iterator[InputContainer]:
+    """A file with a video in it, decoded by this thread alone: the workers decode side by side."""
+    with (
+        decoding(media, (*DECODE_ERRORS, av.FFmpegError)),
+        media.open() as file,
+        av.open(file, "r", options=OPTIONS, metadata_errors="ignore") as container,
+    ):
+        container.streams.video[0].thread_count = 1
+        yield container
 
 
 def timestamps(container: InputContainer, stream: VideoStream) -> tuple[list[int], list[int]]:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
 
+MAX_MULTIPLE = 1024  # of height and width in pixels
+
+
 @dataclass(frozen=True, slots=True)
 class NegativeText:
     """A text that guidance contrasts with, or the "" that replaces a dropped caption: see encode_negative."""
@@ -65,10 +68,12 @@ class DiffusionModel(ABC):
         device: torch.device,
         max_sequence_length: int | None = None,
         prompt_template: str | None = None,
+        leave_denoiser: bool = False,
     ) -> None:
         """Take over `pipeline`: freeze all but the denoiser, and move everything to `device`.
 
-        `prompt_template` is one of prompt_templates, or None for what is stored with the pipeline.
+        `prompt_template` is one of prompt_templates, or None for what is stored with the pipeline. `leave_denoiser`:
+        but the denoiser, which an engine will place.
         """
         if not hasattr(pipeline.scheduler, "sigmas"):
             name = type(pipeline.scheduler).__name__
@@ -76,6 +81,7 @@ class DiffusionModel(ABC):
         self.pipeline = pipeline
         self.path = path
         self.dtype = dtype  # compute dtype of the denoiser
+        self.leave_denoiser = leave_denoiser
         self.bare_denoiser = self.take_denoiser(pipeline)
         self.denoiser = self.bare_denoiser  # the engine puts its wrapper here
         self.config = pipeline.transformer.config  # stays when the denoiser is wrapped
@@ -92,6 +98,10 @@ class DiffusionModel(ABC):
         """Parts of the pipeline that its folder does not hold; ModelError if one is missing."""
         return {}
 
+    @classmethod  # noqa: B027, most families load whatever their classes name
+    def check_folder(cls, folder: Path) -> None:
+        """ModelError for a pipeline of the family's classes that cannot be loaded, before that is tried."""
+
     def take_denoiser(self, pipeline: Any) -> nn.Module:
         """The one module that the engine trains; it holds all of `denoiser_parts`."""
         denoiser: nn.Module = pipeline.transformer
@@ -106,7 +116,7 @@ class DiffusionModel(ABC):
         """Move VAE and text encoders; the denoiser too, unless an engine has wrapped and placed it."""
         self.device = torch.device(device)
         parts = self.frozen_parts()
-        if self.denoiser is self.bare_denoiser:
+        if self.denoiser is self.bare_denoiser and not self.leave_denoiser:
             parts.append(self.denoiser)
         for part in parts:
             part.to(self.device)
@@ -245,6 +255,18 @@ class DiffusionModel(ABC):
     @abstractmethod
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
         """(C,h,w) of an image or (C,T,h,w) of a video of this many pixels; ValueError names the multiple it must be."""
+
+    def size_multiple(self, num_frames: int = 1) -> int:
+        """What height and width are multiples of: the smallest size that there is."""
+
+        def exists(size: int) -> bool:
+            try:
+                self.latent_shape(size, size, num_frames)
+            except ValueError:
+                return False
+            return True
+
+        return next(size for size in range(1, MAX_MULTIPLE + 1) if exists(size))
 
     @abstractmethod
     def num_tokens(self, shape: Sequence[int]) -> int:

@@ -61,7 +61,7 @@ class Cosmos25(DiffusionModel):
         layers = [f"crossattn_proj.{name}" for name, _ in denoiser.crossattn_proj.named_modules() if name]
         if any(layer == target or layer.endswith(f".{target}") for layer in layers for target in targets):
             return
-        self.text_projection = denoiser.crossattn_proj.requires_grad_(False)
+        self.text_projection = denoiser.crossattn_proj.to(self.device, self.dtype).requires_grad_(False)
         denoiser.crossattn_proj = nn.Identity()
 
     def check_prompts(self, prompts: Sequence[str]) -> None:

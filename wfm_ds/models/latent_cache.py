@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.tensor_store import TensorStore
 
+if TYPE_CHECKING:
+    from wfm_ds.data.pixels import Framing
+    from wfm_ds.data.samples import Media
+
 NAME = "latents"  # of the tensor in an entry
 
 
 class LatentCache:
-    """Latents by the identity of their medium. Reads may come from any thread."""
+    """Latents by medium and by which of its pixels are encoded. Reads may come from any thread."""
 
-    def __init__(self, model: DiffusionModel, store: TensorStore, framing: Mapping[str, Any]) -> None:
-        """`framing`: what, besides the medium, decides which pixels are encoded, as JSON."""
+    def __init__(self, model: DiffusionModel, store: TensorStore) -> None:
         self._store = store
-        self._identity = {**model.latent_identity(), "framing": dict(framing)}
+        self._identity = model.latent_identity()
 
-    def __contains__(self, medium: Sequence[str | int]) -> bool:
-        return self._key(medium) in self._store
+    def holds(self, medium: Media, framing: Framing) -> bool:
+        return self._key(medium, framing) in self._store
 
-    def read(self, medium: Sequence[str | int]) -> Tensor | None:
+    def read(self, medium: Media, framing: Framing) -> Tensor | None:
         """[C,...] float32 on the host, None if there is nothing."""
-        entry = self._store.read(self._key(medium))
+        entry = self._store.read(self._key(medium, framing))
         return None if entry is None else entry[NAME]
 
-    def write(self, medium: Sequence[str | int], latents: Tensor) -> None:
+    def write(self, medium: Media, framing: Framing, latents: Tensor) -> None:
         """Keep the latents [C,...] of one medium. Raises OSError."""
-        self._store.write(self._key(medium), {NAME: latents})
+        self._store.write(self._key(medium, framing), {NAME: latents})
 
-    def _key(self, medium: Sequence[str | int]) -> dict[str, Any]:
-        return {**self._identity, "medium": list(medium)}
+    def _key(self, medium: Media, framing: Framing) -> dict[str, Any]:
+        return {**self._identity, "framing": asdict(framing), "medium": list(medium.identity())}

@@ -17,7 +17,7 @@ from typing import Any
 import diffusers
 import torch
 from diffusers import DiffusionPipeline
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models.base import without_progress_bars
@@ -25,16 +25,22 @@ from wfm_ds.models.base import without_progress_bars
 LIBRARIES = ("diffusers", "transformers")
 # What the libraries raise for files that are missing, damaged, or at odds with their configs.
 LOADING_ERRORS = (OSError, ValueError, TypeError, RuntimeError, AttributeError, ImportError, KeyError, SafetensorError)
+STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' names
 ABSENT = [None, None]  # how model_index.json writes a part that a pipeline does without
 
 
 def load_pipeline(
-    folder: Path, required: Sequence[str], dtype_of: Callable[[str], torch.dtype], extra: Mapping[str, Any]
+    folder: Path,
+    required: Sequence[str],
+    dtype_of: Callable[[str], torch.dtype],
+    extra: Mapping[str, Any],
+    mapped: Sequence[str] = (),
 ) -> Any:
     """The diffusers pipeline in `folder`, on the CPU, offline, from safetensors only.
 
-    `dtype_of(name)` is the dtype of a network; `extra` are parts that the folder does not hold. ModelError if a
-    required part is null in the index, or if anything is missing, damaged or does not fit its config.
+    `dtype_of(name)` is the dtype of a network; `extra` are parts that the folder does not hold; `mapped` are networks
+    whose parameters stay as they are stored (load_network). ModelError if a required part is null in the index, or if
+    anything is missing, damaged or does not fit its config.
     """
     index = read_json(folder / "model_index.json")
     absent = [name for name, entry in index.items() if entry == ABSENT]
@@ -45,7 +51,7 @@ def load_pipeline(
     try:
         with without_progress_bars():
             networks = {
-                name: load_network(folder / name, network_class, dtype_of(name))
+                name: load_network(folder / name, network_class, dtype_of(name), mapped=name in mapped)
                 for name, entry in index.items()
                 if (network_class := network_class_of(entry)) is not None
             }
@@ -88,12 +94,20 @@ def network_class_of(entry: Any) -> type[torch.nn.Module] | None:
     return found if isinstance(found, type) and issubclass(found, torch.nn.Module) else None
 
 
-def load_network(folder: Path, network_class: Any, dtype: torch.dtype) -> torch.nn.Module:
-    """One network in evaluation mode. Loaded in `dtype`: a later cast would ignore what its class keeps in float32."""
+def load_network(folder: Path, network_class: Any, dtype: torch.dtype, *, mapped: bool = False) -> torch.nn.Module:
+    """One network in evaluation mode. Loaded in `dtype`: a later cast would ignore what its class keeps in float32.
+
+    `mapped`: with its parameters in the one dtype that they are stored in, if it is one. Then they are pages of the
+    files, shared by all processes that load them, until somebody writes to them. Buffers have `dtype` all the same.
+    """
     if not folder.is_dir():
         raise ModelError(f"{folder} is missing; copy or download the pipeline again")
     network, report = network_class.from_pretrained(
-        folder, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
+        folder,
+        dtype=(stored_dtype(folder) or dtype) if mapped else dtype,
+        use_safetensors=True,
+        local_files_only=True,
+        output_loading_info=True,
     )
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
@@ -101,7 +115,29 @@ def load_network(folder: Path, network_class: Any, dtype: torch.dtype) -> torch.
             "copy or download the pipeline again"
         )
     loaded: torch.nn.Module = network.eval()
+    if mapped:
+        cast_stored_buffers(loaded, dtype)
     return loaded
+
+
+def stored_dtype(folder: Path) -> torch.dtype | None:
+    """The dtype of all floating-point tensors in the safetensors files of a folder; None if there are several."""
+    names: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names |= {opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118, it is no mapping
+    return STORED_DTYPES.get(names.pop()) if len(names) == 1 else None
+
+
+def cast_stored_buffers(network: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Give the buffers that come from files the dtype that diffusers gives them: `dtype`, or the float32 that the class
+    asks for."""
+    in_float32 = set(getattr(network, "_keep_in_fp32_modules", None) or ())
+    for prefix, part in network.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set and buffer.is_floating_point():
+                kept = in_float32 & {*prefix.split("."), name}
+                setattr(part, name, buffer.to(torch.float32 if kept else dtype))
 
 
 def require_tokenizer_files(folder: Path, pipeline: Any) -> None:

@@ -126,12 +126,15 @@ def load(
     max_sequence_length: int | None = None,
     prompt_template: str | None = None,
     guardrail: Guardrail = "stock",
+    mapped: bool = False,
 ) -> DiffusionModel:
     """Load a pipeline, offline and from safetensors only, with its denoiser in `dtype`, on `device`.
 
     The VAE is float32; text encoders are bfloat16 on CUDA beside a bfloat16 denoiser, else float32.
     max_sequence_length, prompt_template: unset, what call.json in the folder says, else the stock pipeline's default.
     guardrail: "stock" keeps the safety checker of a pipeline that has one, "off" does without.
+    mapped: leave the denoiser on the CPU and, if all its weights are stored in one dtype, in that one: pages of the
+    files, shared by all processes of the machine, until an engine places them (placement.py).
     ModelError as for `resolve`, if a part is missing, damaged or does not fit its config, and for a guardrail to
     switch off or a prompt template to choose that the family does not have.
     """
@@ -144,6 +147,7 @@ def load(
             f"{folder}: {family.family} has no prompt template, its pipeline takes prompts as they are; remove "
             "model.prompt_template"
         )
+    family.check_folder(folder)
     length = max_sequence_length or stored_sequence_length(folder)
     low_precision_text = device.type == "cuda" and dtype == torch.bfloat16
 
@@ -152,7 +156,10 @@ def load(
             return dtype
         return torch.bfloat16 if low_precision_text and part != "vae" else torch.float32
 
-    pipeline = load_pipeline(folder, family.required_parts, dtype_of, family.extra_parts(folder, guardrail))
+    extra = family.extra_parts(folder, guardrail)
+    pipeline = load_pipeline(
+        folder, family.required_parts, dtype_of, extra, mapped=family.denoiser_parts if mapped else ()
+    )
     return family(
         pipeline,
         folder,
@@ -160,6 +167,7 @@ def load(
         device=device,
         max_sequence_length=length,
         prompt_template=prompt_template,
+        leave_denoiser=mapped,
     )
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import diffusers
 from diffusers.models.transformers.transformer_sana_video import SanaVideoTransformerBlock
 from torch import Tensor
 
+from wfm_ds.errors import ModelError
 from wfm_ds.models.given import GivenFrames, given_frames
+from wfm_ds.models.loading import read_json
 from wfm_ds.models.sana import STOCK_MULTIPLE, Sana
 
 if TYPE_CHECKING:
@@ -24,6 +28,14 @@ class SanaVideo(Sana):
     block_classes = (SanaVideoTransformerBlock,)
     video = True
     conditional_frames = (0, 1)
+
+    @classmethod
+    def check_folder(cls, folder: Path) -> None:
+        if read_json(folder / "model_index.json").get("vae") == ["diffusers", "AutoencoderDC"]:
+            raise ModelError(
+                f"{folder}: diffusers {diffusers.__version__} cannot load a SANA-Video pipeline whose VAE is an "
+                "AutoencoderDC (it asks its config for factors that are not there); use one with the Wan or LTX-2 VAE"
+            )
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, stage: int | None = None) -> Tensor:
         self.check_denoise(latents, sigma, conditioning)

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from typing import Any
 import zmq
 
 from wfm_ds.pipes import wire
-from wfm_ds.pipes.ledger import Admission, Completion, Grant, Ledger, Refused, Task, Verdict
+from wfm_ds.pipes.ledger import Ledger
 from wfm_ds.pipes.messages import CLIENT_TO_HUB, META_BYTES, REASON_CHARS, WORKER_TO_HUB
 from wfm_ds.pipes.sockets import Full, Mailbox, Router, Unreachable
 from wfm_ds.pipes.spool import NotHeld, Spool
+from wfm_ds.pipes.status import Ended, HubStatus, ignore
+from wfm_ds.pipes.tasks import Admission, Completion, Grant, Refused, Task, Verdict
 from wfm_ds.pipes.wire import HEADER_BYTES, Message, TensorSpec, WireError
 
 log = logging.getLogger(__name__)
@@ -43,6 +46,7 @@ class Kind:
 
     stall_s: float  # a lease without progress for this long is given to another worker
     info: Mapping[str, Any]  # plain values, for `attached`
+    max_waiting: int | None = None  # tasks of this kind that may wait; None: as many as the hub lets wait in all
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ class _Work:
     rows: list[dict[str, Any]]
     specs: tuple[TensorSpec, ...]
     frames: tuple[zmq.Frame, ...]
+    submitted_at_s: float
 
 
 @dataclass(slots=True)
@@ -72,9 +77,11 @@ class Hub:
         kinds: Mapping[str, Kind],
         max_waiting: int = 20000,
         max_bytes: int = 2**32,
+        observer: Callable[[Ended], None] = ignore,
         silent_worker_s: float | None = None,
     ) -> None:
-        """Endpoints may end in port 0 or *. Raises PipeError if one cannot be bound.
+        """Endpoints may end in port 0 or *. `observer` is called in the hub's thread with every task that ends: it must
+        be quick, and not raise. Raises PipeError if an endpoint cannot be bound.
 
         `silent_worker_s`: a worker that is not heard of for this long is lost, and what it holds is given to others;
         None: its supervisor alone decides. One that comes back is a worker again.
@@ -83,8 +90,13 @@ class Hub:
         self.kinds = dict(kinds)
         self.rejected: Counter[str] = Counter()
         self.error: Exception | None = None
+        self._observer = observer
         self._ledger = Ledger(
-            {name: kind.stall_s for name, kind in kinds.items()}, max_waiting=max_waiting, max_bytes=max_bytes
+            {name: kind.stall_s for name, kind in kinds.items()},
+            max_waiting=max_waiting,
+            max_bytes=max_bytes,
+            max_waiting_of={name: kind.max_waiting for name, kind in kinds.items() if kind.max_waiting is not None},
+            on_end=self._observe,
         )
         self._commands: Mailbox[Callable[[], None]] = Mailbox()
         self._context: zmq.Context[Any] = zmq.Context()
@@ -144,6 +156,14 @@ class Hub:
         """The ids of those that are connected, as of a moment ago."""
         return sorted(self._worker_route)
 
+    def status(self) -> Future[HubStatus]:
+        """How things stand, from the hub's own thread within TICK_MS or so. Cancelled if the hub has stopped."""
+        answer: Future[HubStatus] = Future()
+        self._commands.put(lambda: self._answer(answer))
+        if not self.alive():
+            answer.cancel()
+        return answer
+
     def stop(self, drain_s: float) -> None:
         """Lease nothing more, wait up to drain_s until what is leased has finished and the clients have it, close.
 
@@ -154,6 +174,21 @@ class Hub:
         self._thread.join(drain_s + 10)
 
     # The thread
+
+    def _answer(self, answer: Future[HubStatus]) -> None:
+        if answer.set_running_or_notify_cancel():  # else nobody waits for it any more
+            answer.set_result(self._census(time.monotonic()))
+
+    def _census(self, now_s: float) -> HubStatus:
+        kinds, workers = self._ledger.census(now_s)
+        clients = {owner: now_s - client.seen_at_s for owner, client in self._attached.items()}
+        counts, rejected = dict(self._ledger.counts), self.rejected.total()
+        return HubStatus(kinds, workers, clients, counts, rejected, self._ledger.held_bytes)
+
+    def _observe(self, task: Task, completion: Completion) -> None:
+        work: _Work = task.payload
+        waited_s = max(0.0, time.monotonic() - work.submitted_at_s - completion.seconds)
+        self._observer(Ended(task.kind, work.rows, work.specs, work.frames, completion, waited_s))
 
     def _bound(self, endpoint: str) -> Router:
         router = Router(self._context, endpoint)
@@ -419,9 +454,9 @@ class Hub:
             part = slice(fields["start"], fields["stop"])
             specs = message.specs[part]
             frames = payload[frame_at[part.start] : frame_at[part.stop]] if specs else []
-            work = _Work(rows[part], specs, tuple(frames))
-            num_bytes = sum(spec.nbytes for spec in specs)
-            task = Task(fields["id"], owner, fields["kind"], num_bytes, now_s + fields["deadline_s"], work)
+            work = _Work(rows[part], specs, tuple(frames), now_s)
+            num_bytes, num_rows = sum(spec.nbytes for spec in specs), part.stop - part.start
+            task = Task(fields["id"], owner, fields["kind"], num_bytes, now_s + fields["deadline_s"], work, num_rows)
             try:
                 admission = self._ledger.submit(task)
                 answers.append(("ids" if admission is Admission.NEW else "known", task.id))

@@ -13,61 +13,14 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum, auto
 from typing import Any
+
+from wfm_ds.pipes.tasks import Admission, Completion, Grant, Refused, State, Task, Verdict
 
 MAX_ATTEMPTS = 3
 MAX_REMEMBERED = 65536  # ids of finished work, for each owner
-
-
-class State(Enum):
-    WAITING = auto()
-    LEASED = auto()
-    DONE = auto()
-    QUARANTINED = auto()
-
-
-class Admission(Enum):
-    NEW = auto()
-    KNOWN = auto()
-
-
-class Verdict(Enum):
-    ACCEPTED = auto()
-    LATE = auto()  # accepted from a lease that had expired
-    DUPLICATE = auto()  # the task is finished, or gone
-    UNKNOWN = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    id: str
-    owner: str  # who submitted it; completions and their numbers belong to the owner
-    kind: str
-    num_bytes: int  # of its payload, for the limit on what is held
-    deadline_s: float  # on the ledger's clock
-    payload: Any = None  # opaque; dropped when the task is finished
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    worker: str
-    task: Task
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    seq: int
-    id: str
-    ok: bool
-    worker: str
-    attempt: int
-    seconds: float
-    meta: Mapping[str, Any]
-    reason: str
 
 
 @dataclass(slots=True)
@@ -79,11 +32,14 @@ class _Entry:
     worker: str | None = None
     tried: set[str] = field(default_factory=set)
     reasons: list[str] = field(default_factory=list)
+    suspect: bool = False  # it failed, or its worker died or hung
 
 
 @dataclass(slots=True)
 class _Lease:
     attempt: int
+    rows: int
+    alone: bool
     stall_s: float
     progress_at_s: float
     done: int = 0
@@ -97,6 +53,14 @@ class _Worker:
     credit: int
     leases: dict[str, _Lease] = field(default_factory=dict)
 
+    def takes(self, rows: int, *, alone: bool) -> bool:
+        """Whether a task fits beside what it holds. One that may have killed a worker is held alone, so that it takes
+        no other task along a second time."""
+        if not self.leases:
+            return True
+        alone = alone or any(lease.alone for lease in self.leases.values())
+        return not alone and sum(lease.rows for lease in self.leases.values()) + rows <= self.credit
+
 
 @dataclass(slots=True)
 class _Owner:
@@ -105,16 +69,25 @@ class _Owner:
     gone: dict[str, None] = field(default_factory=dict)  # an ordered set
 
 
-class Refused(ValueError):
-    """A task cannot be taken; the message says why. One that begins with "full" may be offered again."""
-
-
 class Ledger:
     """All times are seconds on one monotonic clock of the caller."""
 
-    def __init__(self, stall_s: Mapping[str, float], *, max_waiting: int, max_bytes: int) -> None:
-        """`stall_s`: by kind, how long a lease may go without progress. These are the kinds that can be submitted."""
+    def __init__(
+        self,
+        stall_s: Mapping[str, float],
+        *,
+        max_waiting: int,
+        max_bytes: int,
+        max_waiting_of: Mapping[str, int] | None = None,
+        on_end: Callable[[Task, Completion], None] = lambda task, completion: None,
+    ) -> None:
+        """`stall_s`: by kind, how long a lease may go without progress. These are the kinds that can be submitted.
+
+        `max_waiting_of`: the same limit as max_waiting, for tasks of one kind. `on_end` is told of every task that is
+        done or quarantined, with its payload.
+        """
         self.stall_s = dict(stall_s)
+        self.max_waiting_of = dict(max_waiting_of or {})
         self.max_waiting = max_waiting
         self.max_bytes = max_bytes
         self.leasing = True  # False while draining
@@ -122,7 +95,8 @@ class Ledger:
         self.held_bytes = 0
         self._entries: dict[str, _Entry] = {}
         self._waiting: dict[str, list[tuple[int, str]]] = {kind: [] for kind in stall_s}  # heaps, cleaned when read
-        self._num_waiting = 0
+        self._num_waiting: Counter[str] = Counter()  # by kind
+        self._on_end = on_end
         self._workers: dict[str, _Worker] = {}
         self._owners: dict[str, _Owner] = {}
         self._down: dict[str, str] = {}
@@ -141,7 +115,9 @@ class Ledger:
             raise Refused(f"no worker does {task.kind}; known are {', '.join(sorted(self.stall_s))}"[:300])
         if task.num_bytes > self.max_bytes:
             raise Refused(f"{task.num_bytes} bytes, this hub holds {self.max_bytes} at most")
-        if self._num_waiting >= self.max_waiting or self.held_bytes + task.num_bytes > self.max_bytes:
+        most = self.max_waiting_of.get(task.kind, self.max_waiting)
+        crowded = self._num_waiting[task.kind] >= most or self._num_waiting.total() >= self.max_waiting
+        if crowded or self.held_bytes + task.num_bytes > self.max_bytes:
             raise Refused("full")
         self._order += 1
         self._entries[task.id] = _Entry(task, self._order)
@@ -196,7 +172,7 @@ class Ledger:
         known = self._workers.setdefault(worker, _Worker(kinds, credit))
         known.kinds, known.credit = kinds, credit
         for task_id in known.leases.keys() - set(held):
-            self._drop_lease(worker, task_id, "its task did not arrive")
+            self._drop_lease(worker, task_id, "its task did not arrive", suspect=False)
 
     def lease(self, now_s: float) -> list[Grant]:
         """Hand out what waits, oldest first within a kind, as far as credit goes; prefers a worker not tried yet."""
@@ -207,8 +183,9 @@ class Ledger:
                 entry.state, entry.worker = State.LEASED, worker
                 entry.attempt += 1
                 entry.tried.add(worker)
-                self._num_waiting -= 1
-                self._workers[worker].leases[entry.task.id] = _Lease(entry.attempt, self.stall_s[kind], now_s)
+                self._num_waiting[kind] -= 1
+                lease = _Lease(entry.attempt, entry.task.rows, entry.suspect, self.stall_s[kind], now_s)
+                self._workers[worker].leases[entry.task.id] = lease
                 grants.append(Grant(worker, entry.task, entry.attempt))
         return grants
 
@@ -245,7 +222,7 @@ class Ledger:
         known = self._workers.get(worker)
         lost = list(known.leases) if known else []
         for task_id in lost:
-            self._drop_lease(worker, task_id, why)
+            self._drop_lease(worker, task_id, why, suspect=True)
         self._workers.pop(worker, None)
         return lost
 
@@ -287,11 +264,22 @@ class Ledger:
         entry = self._entries.get(task_id)
         return entry.task.owner if entry is not None else None
 
+    def census(self, now_s: float) -> tuple[dict[str, tuple[int, int]], dict[str, float | None]]:
+        """What waits and what is leased, (waiting, leased) by kind; and by worker, seconds since the last progress of
+        what it works on, None if it has nothing."""
+        leases = [(t, lease) for worker in self._workers.values() for t, lease in worker.leases.items()]
+        leased = Counter(self._entries[task_id].task.kind for task_id, lease in leases if not lease.void)
+        ages = {
+            name: max((now_s - lease.progress_at_s for lease in worker.leases.values()), default=None)
+            for name, worker in self._workers.items()
+        }
+        return {kind: (self._num_waiting[kind], leased[kind]) for kind in self.stall_s}, ages
+
     def check(self) -> None:
         """Assert the invariants. Tests call it after every event."""
         states = Counter(entry.state for entry in self._entries.values())
         assert self.counts["submitted"] == len(self._entries) + self.counts["released"] + self.counts["cancelled"]
-        assert self._num_waiting == states[State.WAITING]
+        assert self._num_waiting.total() == states[State.WAITING]
         assert self.held_bytes == sum(e.task.num_bytes for e in self._entries.values() if _open(e))
         live = Counter[str]()
         for name, worker in self._workers.items():
@@ -319,11 +307,12 @@ class Ledger:
 
     def _enqueue(self, entry: _Entry) -> None:
         entry.state, entry.worker = State.WAITING, None
-        self._num_waiting += 1
+        self._num_waiting[entry.task.kind] += 1
         heapq.heappush(self._waiting[entry.task.kind], (entry.order, entry.task.id))
 
-    def _requeue(self, entry: _Entry, reason: str, fatal: bool) -> None:
+    def _requeue(self, entry: _Entry, reason: str, fatal: bool, *, suspect: bool = True) -> None:
         entry.reasons.append(reason)
+        entry.suspect = entry.suspect or suspect
         if fatal or entry.attempt >= MAX_ATTEMPTS:
             tries = f" ({entry.attempt} attempts)" if entry.attempt > 1 else ""
             self._finish(entry, State.QUARANTINED, reason="; ".join(dict.fromkeys(entry.reasons)) + tries)
@@ -344,16 +333,17 @@ class Ledger:
         meta: Mapping[str, Any] | None = None,
         reason: str = "",
     ) -> None:
+        task = entry.task
         self._stop_holding(entry)
         entry.state = state
         owner = self._owners[entry.task.owner]
         owner.last_seq += 1
         tried = entry.attempt if attempt is None else attempt
         ok = state is State.DONE
-        owner.completions[entry.task.id] = Completion(
-            owner.last_seq, entry.task.id, ok, worker, tried, seconds, meta or {}, reason[:300]
-        )
+        completion = Completion(owner.last_seq, task.id, ok, worker, tried, seconds, meta or {}, reason[:300])
+        owner.completions[task.id] = completion
         self.counts["done" if ok else "quarantined"] += 1
+        self._on_end(task, completion)
 
     def _remove(self, entry: _Entry, as_what: str) -> None:
         if _open(entry):
@@ -369,7 +359,7 @@ class Ledger:
     def _stop_holding(self, entry: _Entry) -> None:
         """From WAITING or LEASED to anything final: bytes, the waiting count, and a lease that becomes void."""
         if entry.state is State.WAITING:
-            self._num_waiting -= 1
+            self._num_waiting[entry.task.kind] -= 1
         if entry.worker is not None:
             lease = self._workers[entry.worker].leases.get(entry.task.id)
             if lease is not None:
@@ -384,9 +374,9 @@ class Ledger:
         lease = known.leases.pop(task_id, None) if known else None
         return lease is not None and not lease.void
 
-    def _drop_lease(self, worker: str, task_id: str, why: str) -> None:
+    def _drop_lease(self, worker: str, task_id: str, why: str, *, suspect: bool) -> None:
         if self._take_lease(worker, task_id):
-            self._requeue(self._entries[task_id], why, fatal=False)
+            self._requeue(self._entries[task_id], why, fatal=False, suspect=suspect)
 
     def _oldest_waiting(self, kind: str) -> _Entry | None:
         heap = self._waiting[kind]
@@ -403,7 +393,7 @@ class Ledger:
             for name, worker in self._workers.items()
             # A worker that still sits on an earlier attempt of this very task cannot hold it twice.
             if entry.task.kind in worker.kinds
-            and len(worker.leases) < worker.credit
+            and worker.takes(entry.task.rows, alone=entry.suspect)
             and entry.task.id not in worker.leases
         ]
         return min(free)[2] if free else None

@@ -35,7 +35,7 @@ ARM_S = 2.0  # how often the watchdog is told that the interpreter's lock still 
 EXIT_HUNG = 3  # the exit status of a worker that gave itself up
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Call it with (done, total), done growing, from inside a task."""
+"""Call it with (done, total), done growing, from inside a task or a batch of them."""
 
 
 class TaskFailed(Exception):
@@ -77,6 +77,8 @@ class Answer:
 
 
 Handle: TypeAlias = Callable[[TaskInHand, Progress], "Mapping[str, Any] | Answer"]
+HandleBatch: TypeAlias = Callable[[Sequence[TaskInHand], Progress], "Sequence[Mapping[str, Any] | Answer | TaskFailed]"]
+"""One answer for each task, in order."""
 
 
 @dataclass(slots=True)
@@ -116,8 +118,9 @@ class LeaseWorker:
         self._news: Mailbox[_Report | None] = Mailbox()  # None: look at the marks
         self._reports: dict[str, _Report] = {}
         self._queued: set[str] = set()  # held: arrived, not reported yet
-        self._running: str | None = None
-        self._mark: tuple[str, int, int, int] | None = None  # id, attempt, done, total of the running task
+        self._next: TaskInHand | None = None  # arrived, but too large for the batch that was being gathered
+        self._running: frozenset[str] = frozenset()
+        self._marks: list[tuple[str, int, int, int]] = []  # id, attempt, done, total of the running tasks
         self._mids = itertools.count(1)
         self._hub = ""
         self._beat_s = 2.0
@@ -126,12 +129,16 @@ class LeaseWorker:
 
     def run(self, handle: Handle) -> None:
         """Do tasks until told to stop. An exception of `handle` becomes a failure of that task; the loop goes on."""
+        self.run_batches(lambda tasks, progress: [handle(task, progress) for task in tasks], max_rows=1, max_wait_s=0.0)
+
+    def run_batches(self, handle: HandleBatch, *, max_rows: int, max_wait_s: float) -> None:
+        """The same with all tasks at once that arrive within `max_wait_s` of the first and together have at most
+        `max_rows` rows; the first may have more. An exception of `handle` is a failure of all of them."""
         talker = threading.Thread(target=self._talk, name="pipes", daemon=True)
         talker.start()
         try:
-            while (task := self._tasks.get()) is not None:
-                if task.id in self._queued:  # not cancelled meanwhile
-                    self._do(task, handle)
+            while batch := self._gathered(max_rows, max_wait_s):
+                self._do(batch, handle)
         finally:
             self._main_done.set()
             self.stop()
@@ -141,27 +148,46 @@ class LeaseWorker:
         self._stopping.set()
         self._news.put(None)
 
-    def _do(self, task: TaskInHand, handle: Handle) -> None:
-        self._running = task.id
+    def _gathered(self, max_rows: int, max_wait_s: float) -> list[TaskInHand]:
+        """The next tasks to do; none when told to stop."""
+        batch: list[TaskInHand] = []
+        rows, wait_until_s = 0, float("inf")
+        while rows < max_rows:
+            try:
+                task = self._next or self._tasks.get(timeout=_remaining(wait_until_s))
+            except queue.Empty:
+                break
+            self._next = None
+            if task is None:
+                if batch:
+                    self._tasks.put(None)  # for the next call
+                return batch
+            if task.id not in self._queued:
+                continue  # cancelled meanwhile
+            if batch and rows + len(task.rows) > max_rows:
+                self._next = task
+                break
+            if not batch:
+                wait_until_s = time.monotonic() + max_wait_s
+            batch.append(task)
+            rows += max(1, len(task.rows))
+        return batch
+
+    def _do(self, batch: Sequence[TaskInHand], handle: HandleBatch) -> None:
+        self._running = frozenset(task.id for task in batch)
         started = time.monotonic()
         try:
-            answer = handle(task, lambda done, total: self._progress(task, done, total))
-            meta, tensors = (answer.meta, answer.tensors) if isinstance(answer, Answer) else (answer, ())
-            size = wire.packed_size(meta)
-            if size > META_BYTES:
-                raise TaskFailed(f"a result of {size} bytes, {META_BYTES} are allowed", fatal=True)
-            fields: dict[str, Any] = {"seconds": time.monotonic() - started, "meta": meta}
-            specs, frames = wire.pack_tensors(tensors)
-            fields |= {"id": task.id, "attempt": task.attempt}
-            wire.encode("result", 0, fields, specs)  # WireError here is a failure of the task
-            report = _Report("result", fields, specs, list(itertools.chain(*frames)))
+            answers = handle(batch, lambda done, total: self._progress(batch, done, total))
+            seconds = (time.monotonic() - started) / max(1, sum(len(task.rows) for task in batch))
+            reports = [_report(t, answer, seconds * len(t.rows)) for t, answer in zip(batch, answers, strict=True)]
         except Exception as error:  # noqa: BLE001  (the border of the worker's loop: it becomes a named failure)
-            report = _Report("failed", {"id": task.id, "attempt": task.attempt, **_failure(error)})
-        self._running = self._mark = None
-        self._news.put(report)
+            reports = [_report(task, error, 0.0) for task in batch]
+        self._running, self._marks = frozenset(), []
+        for report in reports:
+            self._news.put(report)
 
-    def _progress(self, task: TaskInHand, done: int, total: int) -> None:
-        self._mark = (task.id, task.attempt, done, total)
+    def _progress(self, batch: Sequence[TaskInHand], done: int, total: int) -> None:
+        self._marks = [(task.id, task.attempt, done, total) for task in batch]
         self._news.put(None)
 
     # The talking thread
@@ -192,7 +218,7 @@ class LeaseWorker:
                     self._send(dealer, "hello", {**self._hello, "held": held})
                 if self._hub and (new_mark or now_s - beat_at_s > self._beat_s):
                     beat_at_s = now_s
-                    self._send(dealer, "beat", {"progress": [self._mark] if self._mark else []})
+                    self._send(dealer, "beat", {"progress": self._marks})
                 self._send_reports(dealer, now_s)
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -212,7 +238,7 @@ class LeaseWorker:
         new_mark = False
         for report in self._news.take():
             if report is None:
-                new_mark = self._mark is not None
+                new_mark = bool(self._marks)
             else:
                 self._queued.discard(report.fields["id"])
                 self._reports[report.fields["id"]] = report
@@ -248,12 +274,13 @@ class LeaseWorker:
             log.warning("the hub rejected a message: %s", fields["why"])
 
     def _cancel(self, ids: list[str], why: str) -> None:
-        if why == "stalled" and self._running in ids:
-            log.error("%s hangs: this worker ends, its supervisor starts another. Stacks:", self._running)
+        if why == "stalled" and self._running.intersection(ids):
+            hung = ", ".join(sorted(self._running))
+            log.error("%s hangs: this worker ends, its supervisor starts another. Stacks:", hung)
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
             os._exit(EXIT_HUNG)  # a thread that hangs cannot be stopped in any other way
         for task_id in ids:
-            if task_id != self._running and task_id in self._queued:
+            if task_id not in self._running and task_id in self._queued:
                 self._queued.discard(task_id)
                 reason = {"reason": f"cancelled: {why}"[:REASON_CHARS], "detail": "", "fatal": False}
                 self._news.put(_Report("failed", {"id": task_id, "attempt": 1, **reason}))
@@ -278,6 +305,29 @@ class LeaseWorker:
         except Full:
             return False
         return True
+
+
+def _report(task: TaskInHand, answer: Mapping[str, Any] | Answer | Exception, seconds: float) -> _Report:
+    """What the hub hears of a task. Never raises: a result that cannot travel is a failure."""
+    about = {"id": task.id, "attempt": task.attempt}
+    if not isinstance(answer, Exception):
+        try:
+            meta, tensors = (answer.meta, answer.tensors) if isinstance(answer, Answer) else (answer, ())
+            size = wire.packed_size(meta)
+            if size > META_BYTES:
+                raise TaskFailed(f"a result of {size} bytes, {META_BYTES} are allowed", fatal=True)
+            specs, frames = wire.pack_tensors(tensors)
+            fields = {**about, "seconds": seconds, "meta": meta}
+            wire.encode("result", 0, fields, specs)  # what cannot travel is found here
+            return _Report("result", fields, specs, list(itertools.chain(*frames)))
+        except (WireError, TaskFailed) as error:
+            answer = error
+    return _Report("failed", {**about, **_failure(answer)})
+
+
+def _remaining(until_s: float) -> float | None:
+    """Seconds, None if there is no end."""
+    return None if until_s == float("inf") else max(0.0, until_s - time.monotonic())
 
 
 def _failure(error: Exception) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class ColocatedSource:
             same_noise=job.recipe.sampling.same_noise,
         )
         count = job.derived.samples_per_rank
-        first = job.world.rank * count
+        first = job.world.dp_rank * count
         plan = self.algorithm.plan(step)
         rollouts: list[Rollout] = []
         broken: Scores = {}
@@ -57,6 +57,7 @@ class ColocatedSource:
                     purpose="rollout",
                     seeds=[m.seed for m in part],
                     given=given_latents([m.group for m in part]),
+                    shape=None if part[0].group.data is None else part[0].group.data.shape,  # one in an RL step
                 )
                 with job.timer("decode"):
                     ids = [m.sample_id for m in part]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from wfm_ds.data.order import BatchSource, TrainingSample
 from wfm_ds.data.prompts import PromptOrder
+from wfm_ds.replica_data import pack_prompt, read_once, unpack_prompt
 from wfm_ds.seeds import derive_seed
 from wfm_ds.types import Prompt
 
@@ -22,7 +23,7 @@ class Group:
     """The samples of one group share this."""
 
     prompt: Prompt
-    data: Tensor | None = None  # clean latents [C,...] float32 of its medium, on ranks that have a sample of the group
+    data: Tensor | None = None  # clean latents [C,...] float32 of its medium, where a sample of the group is
     num_given: int = 0  # first latent frames of it that the samples are given
 
 
@@ -63,7 +64,8 @@ class PromptGroups:
 class PairGroups:
     """Groups about a captioned medium: group g of RL step s has the one at position (s-1) * groups + g of the data.
 
-    A rank reads and encodes what its own samples need. All learn every caption: where a file is bad, the substitute's.
+    The leader of a replica reads and encodes what its own samples need. All ranks learn every caption: where a file is
+    bad, the substitute's.
     """
 
     def __init__(
@@ -73,24 +75,24 @@ class PairGroups:
         encode: Callable[[Sequence[TrainingSample]], Tensor],
         num_given: tuple[int, int] = (0, 0),
     ) -> None:
-        """encode: clean latents [B, ...] float32 of samples. num_given: the smallest and the largest number of
-        latent frames that a group is given."""
+        """encode: clean latents [B, ...] float32 of samples, collective. num_given: the smallest and the largest number
+        of latent frames that a group is given."""
         assert job.recipe.rollout is not None
         self.job, self.source, self.encode, self.num_given = job, source, encode, num_given
         self.num_groups, size = job.recipe.rollout.prompts_per_step, job.recipe.rollout.group_size
-        first = job.world.rank * job.derived.samples_per_rank
+        first = job.world.dp_rank * job.derived.samples_per_rank
         self.mine = range(first // size, (first + job.derived.samples_per_rank - 1) // size + 1)
 
     def groups(self, step: int) -> list[Group]:
         job = self.job
         here = [(step - 1) * self.num_groups + g for g in self.mine]
         with job.timer("data_wait"):
-            media = job.world.checked(lambda: self.source.at(here, ahead=[p + self.num_groups for p in here]))
+            media = read_once(job.world, lambda: self.source.at(here, ahead=[p + self.num_groups for p in here]))
         with job.timer("encode"):
             # One by one: the last bits of a latent must not depend on what else the rank encodes.
             data = {g: self.encode([m])[0] for g, m in zip(self.mine, media, strict=True)}
         captions = [[g, pack_prompt(m.prompt)] for g, m in zip(self.mine, media, strict=True)]
-        prompts = {g: unpack_prompt(packed) for part in job.world.gather(captions) for g, packed in part}
+        prompts = {g: unpack_prompt(packed) for part in job.world.replica_gather(captions) for g, packed in part}
         return [
             Group(prompt=prompts[g], data=data.get(g), num_given=self._drawn(step, g)) for g in range(self.num_groups)
         ]
@@ -100,20 +102,10 @@ class PairGroups:
         return low + derive_seed(self.job.recipe.run.seed, "given_frames", step, group) % (high - low + 1)
 
     def stats(self) -> dict[str, float]:
-        return self.source.bad_counts(self.job.world.sums)
+        return self.source.bad_counts(self.job.world.replica_sums)
 
     def state(self) -> dict[str, Any]:
-        return {"sources": self.job.world.gather(self.source.state())}
+        return {"sources": self.job.world.replica_gather(self.source.state())}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.source.restore_from_ranks(state["sources"], self.job.world.rank, self.job.world.size)
-
-
-def pack_prompt(prompt: Prompt) -> list[Any]:
-    """JSON form of a prompt that came from a JSON file."""
-    return [prompt.id, prompt.text, prompt.negative_text, dict(prompt.metadata)]
-
-
-def unpack_prompt(packed: Sequence[Any]) -> Prompt:
-    prompt_id, text, negative_text, metadata = packed
-    return Prompt(id=prompt_id, text=text, negative_text=negative_text, metadata=metadata)
+        self.source.restore_from_ranks(state["sources"], self.job.world.dp_rank, self.job.world.dp_size)

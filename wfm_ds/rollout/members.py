@@ -55,10 +55,10 @@ def step_members(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRollouts:
-    """The samples of one RL step: this rank's own, and who is in which group on all ranks."""
+    """The samples of one RL step: those of this rank's replica, and who is in which group on all ranks."""
 
     members: Sequence[Member]  # of all ranks
-    mine: Sequence[Rollout]  # equally many on every rank, a contiguous part of members
+    mine: Sequence[Rollout]  # equally many on every replica, a contiguous part of members
     first: int  # index of mine[0] among members
     broken: Scores  # named failures of this rank's samples whose latents are not finite
 

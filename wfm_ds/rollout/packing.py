@@ -11,7 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wfm_ds.rollout.groups import Group, pack_prompt, unpack_prompt
+from wfm_ds.replica_data import pack_prompt, unpack_prompt
+from wfm_ds.rollout.groups import Group
 from wfm_ds.rollout.members import Member, finite
 from wfm_ds.sampling.denoise import FlowPlan, StoredStep, Trajectory
 from wfm_ds.types import Rollout, Transition

@@ -13,8 +13,8 @@ from wfm_ds.checkpoint.export import LORA_FOLDER, export
 from wfm_ds.checkpoint.target import ExportTarget
 from wfm_ds.errors import UserError
 from wfm_ds.job import Job
-from wfm_ds.output import POLICY
 from wfm_ds.pipes.hub import Hub
+from wfm_ds.traces import POLICY
 
 HASH_BYTES = 1 << 20
 

@@ -25,18 +25,16 @@ import numpy as np
 import yaml
 
 from wfm_ds.errors import RewardError
-from wfm_ds.pipes.client import Outcome, PipeClient, TaskRequest
-from wfm_ds.pipes.messages import MAX_ROWS
+from wfm_ds.pipes.client import Outcome, PipeClient
 from wfm_ds.pipes.sockets import PipeError, private_folder
-from wfm_ds.pipes.wire import WireError
+from wfm_ds.pipes.submission import submit_in_pieces
 from wfm_ds.recipe import RewardFunction, RewardRecipe
 from wfm_ds.types import MediaBatch, Score
 
 log = logging.getLogger(__name__)
 
-SUBMISSION_BYTES = 64 * 2**20  # of media in one message; one larger clip travels alone
 MAX_RUN_CHARS = 100  # for people who read the service's log
-STALL_S = 120.0  # without progress, before a worker of a spawned service is replaced
+STALL_S = 120.0  # without progress, before a worker of a reward of the user's own is replaced
 STOP_S = 20.0  # for a service to end its scorers
 MAX_RESTARTS = 5
 RESTARTS_WINDOW_S = 600.0
@@ -153,13 +151,24 @@ class RewardService:
 
 
 def service_config(reward: RewardRecipe, sockets: Path) -> dict[str, Any]:
-    """The configuration that serves exactly this recipe, with its sockets in that folder."""
-    stall_s = min(STALL_S, reward.timeout_s)  # a worker without progress for longer is of no use to this run
+    """The configuration that serves exactly this recipe, with its sockets in that folder. Raises RewardError for an
+    unknown reward."""
     rewards = {
-        f.name: {"stall_s": stall_s, **f.model_dump(include={"workers", "max_batch", "options"})}
+        # A worker without progress for longer than reward.timeout_s is of no use to this run.
+        f.name: {
+            "stall_s": min(_stall_s(f.name), reward.timeout_s),
+            **f.model_dump(include={"workers", "max_batch", "options"}),
+        }
         for f in reward.functions
     }
     return {"pipes": {"folder": str(sockets)}, "rewards": rewards}
+
+
+def _stall_s(name: str) -> float:
+    """The reward's own; somebody else's class is not imported here for it."""
+    from wfm_reward import registry
+
+    return STALL_S if registry.is_path(name) else registry.describe(name).stall_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,9 +220,17 @@ class RewardClient:
             {"id": sample_id, "prompt": batch.prompts[i], "metadata": dict(batch.metadata[i]), "fps": batch.fps}
             for i, sample_id in enumerate(batch.sample_ids)
         ]
-        most = max(1, min(MAX_ROWS, SUBMISSION_BYTES // max(1, media[:1].nbytes)))
-        for start in range(0, len(rows), most):
-            self._submit(rows[start : start + most], media[start : start + most])
+        deadline_s = time.monotonic() + self._reward.timeout_s
+        max_rows = {f"score:{reward}": max_batch for reward, max_batch in self._max_batch.items()}
+        for piece in submit_in_pieces(
+            self._pipe, rows, list(media), max_rows, self._new_id, deadline_s + DEADLINE_SLACK_S
+        ):
+            sample_ids = tuple(batch.sample_ids[piece.start : piece.stop])
+            ticket = _Ticket(piece.kind.removeprefix("score:"), sample_ids, deadline_s)
+            if piece.failure is not None:
+                self._fail(ticket, piece.failure)
+            else:
+                self._tickets[piece.id] = ticket
 
     def wait(self) -> dict[str, dict[str, Score]]:
         """The scores of all samples submitted since the last call: {sample id: {reward name: Score}}.
@@ -249,35 +266,9 @@ class RewardClient:
             )
         return int(info["max_batch"])
 
-    def _submit(self, rows: list[dict[str, Any]], media: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        """One message, or two halves if it is too large for one; an item too large by itself is a named failure."""
-        deadline_s = time.monotonic() + self._reward.timeout_s
-        tickets = dict(self._divided(rows, deadline_s))
-        requests = [
-            TaskRequest(task_id, f"score:{ticket.reward}", start, stop, deadline_s + DEADLINE_SLACK_S)
-            for (task_id, start, stop), ticket in tickets.items()
-        ]
-        try:
-            self._pipe.submit(rows, [("media", item) for item in media], requests)
-        except WireError as error:
-            if len(rows) > 1:
-                half = len(rows) // 2
-                self._submit(rows[:half], media[:half])
-                self._submit(rows[half:], media[half:])
-                return
-            for ticket in tickets.values():
-                self._fail(ticket, f"cannot be sent: {error}")
-            return
-        self._tickets.update({task_id: ticket for (task_id, _, _), ticket in tickets.items()})
-
-    def _divided(self, rows: list[dict[str, Any]], deadline_s: float) -> Iterator[tuple[tuple[str, int, int], _Ticket]]:
-        """For every reward, the rows in pieces of its max_batch: ((task id, start, stop), ticket)."""
+    def _new_id(self, kind: str) -> str:
         self._num_submitted += 1
-        for reward, max_batch in self._max_batch.items():
-            for start in range(0, len(rows), max_batch):
-                stop = min(start + max_batch, len(rows))
-                task_id = f"{self._token}/{self._num_submitted}/{start}#{reward}"
-                yield (task_id, start, stop), _Ticket(reward, tuple(r["id"] for r in rows[start:stop]), deadline_s)
+        return f"{self._token}/{self._num_submitted}#{kind.removeprefix('score:')}"
 
     def _patience_s(self) -> float:
         """Until the next deadline; at most half a second, to notice a lost service."""

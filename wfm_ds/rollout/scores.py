@@ -24,7 +24,7 @@ def submit_pictures(
     job: Job, rewards: RewardClient, latents: Tensor, sample_ids: Sequence[str], prompts: Sequence[Prompt]
 ) -> tuple[npt.NDArray[np.uint8], Scores]:
     """Decode latents [B, ...] to uint8 images [B,H,W,3] or videos [B,T,H,W,3] and send them to be scored; returns at
-    once.
+    once. The leader of a replica alone does: its other ranks get no media.
 
     A sample whose latents are not finite is no picture: it is not sent, and its named failures are returned.
     """
@@ -47,7 +47,7 @@ def submit_media(
     """Send the media that were made of finite latents to be scored by the rewards of these names; the named failures of
     the others."""
     whole = [i for i, ok in enumerate(finite) if ok]
-    if whole:
+    if whole and len(media):
         rewards.submit(
             MediaBatch(
                 media=media[whole],
@@ -63,8 +63,8 @@ def submit_media(
 
 
 def gather_scores(world: World, mine: Mapping[str, Mapping[str, Score]]) -> Scores:
-    """{sample_id: {reward: Score}} of all ranks, in rank order; collective."""
-    parts = world.gather(pack_scores(mine))
+    """{sample_id: {reward: Score}} of all replicas, in their order; collective. `mine`: what the leader knows."""
+    parts = world.replica_gather(pack_scores(mine))
     return {sample_id: scores for part in parts for sample_id, scores in unpack_scores(part).items()}
 
 

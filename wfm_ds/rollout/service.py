@@ -19,11 +19,11 @@ from typing import Any
 
 from wfm_ds import atomic
 from wfm_ds.errors import RecipeError
-from wfm_ds.output import ROLLOUT
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.sockets import private_folder
 from wfm_ds.recipe import Recipe
 from wfm_ds.rollout.worker import KIND
+from wfm_ds.traces import ROLLOUT
 from wfm_ds.world import free_port
 
 log = logging.getLogger(__name__)

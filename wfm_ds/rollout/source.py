@@ -1,4 +1,4 @@
-"""Rollouts by other processes: rank 0 coordinates and publishes, every rank fetches its own samples from the hub."""
+"""Rollouts by other processes: rank 0 coordinates and publishes, every rank fetches those of its replica."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class AsyncSource:
         )
         planned = [_Planned(*line) for line in job.world.broadcast(self.lead.plan(step) if self.lead else None)]
         count = job.derived.samples_per_rank
-        first = job.world.rank * count
+        first = job.world.dp_rank * count
         mine: list[Rollout] = []
         error = ""
         try:

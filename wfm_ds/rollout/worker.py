@@ -114,7 +114,7 @@ def build_generator(
     from wfm_ds.world import threads_per_rank
 
     torch.set_num_threads(threads_per_rank())
-    model = load_model(recipe, chosen_device(device))
+    model = load_model(recipe, chosen_device(device), placed=True)
     require_same(identity_there, identity(recipe, model))
     store = recipe.data.cache_dir / "text" if recipe.data.cache_dir else None
     sampler = Sampler(

@@ -1,0 +1,164 @@
+"""Activation memory of one rank by the ranks that share its tokens: `python -m benchmarks.activations [--frames 15]`.
+
+Real processes on a CPU (gloo) run a small Wan transformer, all weights of which train, forward and backward on one
+video. Every operator's outputs are tracked while they live, the exchanges' buffers among them; bytes are counts, so
+they do not depend on how busy the machine is. Of the rank that has most:
+
+    kept   alive after the forward pass: what the backward pass is going to need, and the output
+    peak   the largest sum at any moment of both passes, gradients of activations included
+
+Weights, their gradients and the inputs are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks import report
+from wfm_ds.world import free_port
+
+SIDE = 32  # rows and columns of a latent frame; patches are 2 x 2
+WIDER = {"num_attention_heads": 8, "ffn_dim": 512, "num_layers": 4}  # than the tiny pipeline's, for up to 8 ranks
+CHECKPOINTING = {"off": False, "on": True}
+MIB = 2**20
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of the tensors that operators have made within the block and that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {id_of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and id_of(tensor) not in given:
+                self._add(tensor.untyped_storage())
+        return made
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:  # another view of it
+            return
+        self._known.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._drop, key, size)
+
+    def _drop(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def id_of(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def measure(num_ranks: int, frames: int, *, checkpointing: bool) -> dict[str, int]:
+    """One rank's part: live bytes of one forward and backward pass; the ranks share the tokens."""
+    from diffusers import WanTransformer3DModel
+
+    from wfm_ds.models.tiny.wan21 import TRANSFORMER
+    from wfm_ds.ulysses.install import install
+    from wfm_ds.world import World
+
+    world = World.join().in_replicas(num_ranks)
+    torch.manual_seed(0)
+    transformer = WanTransformer3DModel(**{**TRANSFORMER, **WIDER})
+    if checkpointing:
+        transformer.enable_gradient_checkpointing()
+    if world.replica is not None:
+        install(transformer, world.replica.group)
+    for parameter in transformer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    inputs = {
+        "hidden_states": torch.randn(1, 4, frames, SIDE, SIDE),
+        "timestep": torch.tensor([500.0]),
+        "encoder_hidden_states": torch.randn(1, 16, 32),
+    }
+    with LiveBytes() as live:
+        output = transformer(**inputs, return_dict=False)[0]
+        kept = live.now
+        output.backward(torch.ones_like(output))
+    most = world.maxima({"kept": float(kept), "peak": float(live.peak)})
+    return {name: int(value) for name, value in most.items()}
+
+
+def rank(num_ranks: int, frames: int, out: Path) -> None:
+    found = {name: measure(num_ranks, frames, checkpointing=on) for name, on in CHECKPOINTING.items()}
+    if os.environ["RANK"] == "0":
+        out.write_text(json.dumps(found))
+
+
+def measured(num_ranks: int, frames: int) -> dict[str, dict[str, int]]:
+    """Start the ranks, wait for all of them, and read what they found, by checkpointing."""
+    with tempfile.TemporaryDirectory(prefix="wfm-activations-") as folder:
+        out = Path(folder) / "found.json"
+        command = [sys.executable, "-m", "benchmarks.activations", "--role", "rank", "--ranks", str(num_ranks)]
+        command += ["--frames", str(frames), "--out", str(out)]
+        everyone = {"WORLD_SIZE": str(num_ranks), "LOCAL_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"}
+        everyone |= {"MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        processes = [
+            subprocess.Popen(command, env={**os.environ, **everyone, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=2)
+            for r in range(num_ranks)
+        ]
+        if any([process.wait() for process in processes]):  # of all of them, not up to the first that failed
+            raise SystemExit("a rank failed")
+        found: dict[str, dict[str, int]] = json.loads(out.read_text())
+        return found
+
+
+def rows_of(ranks: Sequence[int], frames: int) -> list[dict[str, Any]]:
+    """A row for each number of ranks, with and without gradient checkpointing; relative to the first number."""
+    found = {num_ranks: measured(num_ranks, frames) for num_ranks in ranks}
+    rows: list[dict[str, Any]] = []
+    for checkpointing in CHECKPOINTING:
+        for num_ranks in ranks:
+            row: dict[str, Any] = {
+                "checkpointing": checkpointing,
+                "tokens": frames * (SIDE // 2) ** 2,
+                "ranks of a replica": num_ranks,
+            }
+            for name, size in found[num_ranks][checkpointing].items():
+                whole = found[ranks[0]][checkpointing][name]
+                row |= {f"{name} MiB": size / MIB, f"{name}, relative": size / whole}
+            rows.append(row)
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.activations", description="Count activation bytes of a rank.")
+    parser.add_argument("--frames", type=int, default=15, help="latent frames, 256 tokens each (default 15)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="ranks of a replica (default 1 2 4)")
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    parser.add_argument("--role", choices=["rank"], help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.role:
+        rank(options.ranks[0], options.frames, options.out)
+        return 0
+    rows = rows_of(options.ranks, options.frames)
+    sys.stdout.write(report.table(rows) + "\n")
+    if not options.no_write:
+        report.write("activations", report.machine(), rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

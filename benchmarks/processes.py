@@ -1,0 +1,34 @@
+"""Ranks of a benchmark: each a new process of the same program, which writes what it found as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from wfm_ds.world import free_port
+
+
+def run_ranks(module: str, arguments: Sequence[str], ranks: int, folder: Path) -> list[Any]:
+    """What the processes `python -m MODULE --rank FILE ARGUMENTS` wrote to their files, by rank. On a CPU.
+
+    Raises SystemExit if one of them fails.
+    """
+    files = [folder / f"rank_{rank}.json" for rank in range(ranks)]
+    world = {"WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu"}
+    world["MASTER_PORT"] = str(free_port())
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, "--rank", str(file), *arguments],
+            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=sys.stderr,
+        )
+        for rank, file in enumerate(files)
+    ]
+    if any([process.wait() for process in processes]):  # of all of them, not up to the first that failed
+        raise SystemExit("a rank failed")
+    return [json.loads(file.read_text()) for file in files]

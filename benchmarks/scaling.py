@@ -1,0 +1,214 @@
+"""What ranks send each other, counted; and what a step would take on many GPUs: `python -m benchmarks.scaling`.
+
+    python -m benchmarks.scaling count                       real steps of a small SD3 on 1, 2 and 4 ranks of a CPU
+    python -m benchmarks.scaling predict [--model wan14b]    the time of a step on 8 to 1024 GPUs
+
+`count` compares every collective of a training step with the formulas of volumes.py. `predict` puts a released model
+into the formulas, its FLOPs from benchmarks/flops.py, and the bandwidths of hardware.yaml: a model, not a measurement;
+what it assumes is printed with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks import report
+from benchmarks.small_runs import count, rank_main
+from benchmarks.volumes import Network, Setting, on_the_wire, zero_bytes
+
+HARDWARE = Path(__file__).parent / "hardware.yaml"
+GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """hardware.yaml, with the assumed shares applied. Bytes, seconds and FLOPs."""
+
+    name: str
+    gpus_per_node: int
+    flops: float
+    nvlink: float
+    network: float
+    overlap: float
+    latency: float
+    latency_per_doubling: float
+
+    @classmethod
+    def read(cls, path: Path) -> Cluster:
+        known = yaml.safe_load(path.read_text())
+        assumed = known["assumed"]
+        return cls(
+            name=known["name"],
+            gpus_per_node=known["gpus_per_node"],
+            flops=1e12 * known["peak_tflops"] * assumed["compute_share"],
+            nvlink=1e9 * known["nvlink_gb_s"] * assumed["nvlink_share"],
+            network=1e9 * known["network_gb_s"] * assumed["network_share"],
+            overlap=assumed["overlap"],
+            latency=1e-6 * assumed["latency_us"],
+            latency_per_doubling=1e-6 * assumed["latency_per_doubling_us"],
+        )
+
+    def seconds(self, kind: str, payload: float, calls: float, ranks: int) -> float:
+        """Of `calls` collectives over `ranks` GPUs with so many bytes together.
+
+        Within a node at NVLink's speed. Over several, a ring for each GPU of a node leaves it by that GPU's adapter:
+        together they pass every byte between two nodes at the speed of all adapters, if NVLink is no slower.
+        """
+        nodes = math.ceil(ranks / self.gpus_per_node)
+        bandwidth = self.nvlink if nodes == 1 else min(self.nvlink, self.network * self.gpus_per_node)
+        latency = self.latency + self.latency_per_doubling * math.log2(nodes)
+        return on_the_wire(kind, payload, ranks) / bandwidth + calls * latency
+
+    def lines(self) -> list[str]:
+        """What a prediction rests on, for the reader."""
+        return [
+            f"{self.name}, {self.gpus_per_node} GPUs a node; of a GPU {self.flops / 1e12:.0f} TFLOP/s, "
+            f"{self.nvlink / 1e9:.0f} GB/s of NVLink and {self.network / 1e9:.0f} GB/s of network are reached",
+            f"{self.overlap:.0%} of ZeRO's collectives can hide behind computation, none of those of Ulysses",
+            f"a collective begins after {1e6 * self.latency:.0f} us and {1e6 * self.latency_per_doubling:.0f} us more "
+            "for each doubling of nodes; ZeRO-3 makes one for each block and pass",
+            "every GPU does the same work at any number of GPUs (the batch grows with them); text encoders, VAE, "
+            "rewards, the optimizer's arithmetic, stragglers and memory limits are left out",
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one GPU does in a step, whatever the number of GPUs."""
+
+    title: str
+    network: Network
+    flops: float
+    micro_steps: int  # with gradient
+    updates: int  # optimizer steps
+    forwards: int  # without gradient
+    num_blocks: int
+    checkpointing: bool
+    stage: int
+
+    def collectives(self, world: int) -> dict[str, tuple[float, float]]:
+        """kind -> (bytes, calls) of a step on one rank."""
+        setting = Setting(
+            stage=self.stage,
+            world=world,
+            weight_bytes=2,
+            micro_steps=self.micro_steps // self.updates,
+            checkpointing=self.checkpointing,
+            forwards=self.forwards // self.updates,
+        )
+        passes = self.micro_steps * (3 if self.checkpointing else 2) + self.forwards
+        calls = {1: self.updates, 2: self.micro_steps, 3: passes * self.num_blocks}[self.stage]
+        return {kind: (self.updates * n, calls) for kind, n in zero_bytes(self.network, setting).items()}
+
+
+def work_of_model(model: str, algorithm: str, stage: int, lora_rank: int | None) -> Work:
+    """A released model with an algorithm's published batch, as benchmarks.flops counts it on eight GPUs."""
+    import torch
+
+    from benchmarks.flops import Count, Subject, cost, published
+    from benchmarks.released import RELEASED
+    from wfm_ds.derived import derive
+
+    recipe = published(algorithm, RELEASED[model])
+    if lora_rank is not None:
+        lora = None if lora_rank == 0 else {"rank": lora_rank, "alpha": lora_rank}
+        recipe = type(recipe).model_validate({**recipe.model_dump(exclude_unset=True), "lora": lora})
+    subject = Subject.released(RELEASED[model])
+    counted = Count.of(recipe, subject, 8)
+    *purposes, total = cost(counted.steps, counted.flops, 8)
+    by_purpose = {row["purpose"]: row["forwards a rank"] for row in purposes}
+    denoiser = subject.model.bare_denoiser
+    blocks = [part for part in denoiser.modules() if isinstance(part, subject.model.block_classes)]
+    assert isinstance(denoiser, torch.nn.Module)
+    updates = derive(recipe, 8).updates_per_step
+    return Work(
+        title=f"{counted.title}, {algorithm}, {'LoRA' if recipe.lora else 'all weights'}, ZeRO-{stage}",
+        network=Network(
+            trained=[p.numel() for p in denoiser.parameters() if p.requires_grad],
+            frozen=[p.numel() for p in denoiser.parameters() if not p.requires_grad],
+            blocks=[p.numel() for block in blocks for p in block.parameters()],
+        ),
+        flops=(total["forward FLOP"] + total["backward FLOP"]) / 8,
+        micro_steps=round(by_purpose["policy"]),
+        updates=updates,
+        forwards=round(sum(n for purpose, n in by_purpose.items() if purpose != "policy")),
+        num_blocks=len(blocks),
+        checkpointing=recipe.model.gradient_checkpointing,
+        stage=stage,
+    )
+
+
+def predicted(work: Work, cluster: Cluster, world: int) -> dict[str, Any]:
+    """The seconds of a step on `world` GPUs."""
+    compute = work.flops / cluster.flops
+    times = {
+        kind: cluster.seconds(kind, num_bytes, calls, world)
+        for kind, (num_bytes, calls) in work.collectives(world).items()
+    }
+    communication = sum(times.values())
+    hidden = min(cluster.overlap * communication, compute)
+    return {
+        "GPUs": world,
+        "step, s": compute + communication - hidden,
+        "computing, s": compute,
+        **{f"{kind}, s": seconds for kind, seconds in times.items()},
+        "not hidden, s": communication - hidden,
+    }
+
+
+def predict(work: Work, cluster: Cluster) -> list[dict[str, Any]]:
+    rows = [predicted(work, cluster, world) for world in GPUS]
+    for row in rows:
+        row["speed a GPU, of that on 8"] = rows[0]["step, s"] / row["step, s"]
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from benchmarks.released import RELEASED
+
+    parser = argparse.ArgumentParser(prog="benchmarks.scaling", description="Count traffic, predict step times.")
+    parser.add_argument("what", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--model", choices=RELEASED, default="wan14b", help="to predict for (default: wan14b)")
+    parser.add_argument("--algo", choices=("sft", "nft", "grpo", "ddrl"), default="sft", help="default: sft")
+    parser.add_argument("--zero", type=int, choices=(1, 2, 3), default=3, help="stage (default: 3)")
+    parser.add_argument("--lora", type=int, help="rank; 0: all weights (default: as the algorithm was published)")
+    parser.add_argument("--hardware", type=Path, default=HARDWARE, help="a YAML like benchmarks/hardware.yaml")
+    parser.add_argument("--no-write", action="store_true", help="print only")
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.rank:
+        rank_main(options.rank, Path(options.what[0]), int(options.what[1]))
+        return 0
+    if options.what not in ([], ["count"], ["predict"]):
+        parser.error("say count or predict, or nothing for both")
+    if options.what != ["predict"]:
+        with tempfile.TemporaryDirectory(prefix="wfm-scaling-") as name:
+            rows = count(Path(name))
+        finish("traffic", rows, write=not options.no_write)
+    if options.what != ["count"]:
+        work, cluster = (
+            work_of_model(options.model, options.algo, options.zero, options.lora),
+            Cluster.read(options.hardware),
+        )
+        sys.stdout.write("\n".join(["", work.title, "", *(f"* {line}" for line in cluster.lines()), "", ""]))
+        finish(f"scaling-{options.model}-{options.algo}", predict(work, cluster), write=not options.no_write)
+    return 0
+
+
+def finish(stage: str, rows: list[dict[str, Any]], *, write: bool) -> None:
+    sys.stdout.write(report.table(rows) + "\n")
+    if write:
+        report.write(stage, report.machine(), rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

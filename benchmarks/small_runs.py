@@ -1,0 +1,214 @@
+"""Real training steps of a small SD3 whose traffic is counted, and what the formulas of volumes.py say of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.processes import run_ranks
+from benchmarks.volumes import Network, Setting, ulysses_bytes, zero_bytes
+
+PROGRAM = "benchmarks.scaling"
+WORLDS = (1, 2, 4)
+MICRO_STEPS = 2
+CONTROL_BYTES = 64  # flags and norms
+SIDE, TEXT = 10, 6  # of the latents, and tokens of a text: shares of 4 ranks are unequal
+WIDTH, LAYERS, CHANNELS = 20, 2, 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A way to train the small model."""
+
+    stage: int
+    lora: bool
+    dtype: str = "float32"
+    checkpointing: bool = False
+    sequence_parallel: int = 1
+
+    @property
+    def name(self) -> str:
+        parts = [f"zero{self.stage}", "LoRA" if self.lora else "full", self.dtype]
+        parts += ["checkpointing"] * self.checkpointing
+        return " ".join(parts + [f"sp={self.sequence_parallel}"] * (self.sequence_parallel > 1))
+
+
+CASES = [
+    *(
+        Case(stage=stage, lora=lora, dtype=dtype)
+        for stage, lora, dtype in [
+            (1, False, "float32"),
+            (1, True, "bfloat16"),
+            (2, False, "bfloat16"),
+            (2, True, "float32"),
+            (3, False, "float32"),
+            (3, False, "bfloat16"),
+            (3, True, "float32"),
+        ]
+    ),
+    Case(stage=3, lora=False, checkpointing=True),
+    Case(stage=3, lora=True, checkpointing=True),
+    Case(stage=2, lora=False, sequence_parallel=2),
+]
+
+
+def small_denoiser() -> Any:
+    """A random SD3 whose parameters do not divide evenly by four ranks."""
+    import torch
+    from diffusers import SD3Transformer2DModel
+
+    torch.manual_seed(0)
+    return SD3Transformer2DModel(
+        sample_size=SIDE,
+        patch_size=2,
+        in_channels=CHANNELS,
+        out_channels=CHANNELS,
+        num_layers=LAYERS,
+        num_attention_heads=4,
+        attention_head_dim=WIDTH // 4,
+        joint_attention_dim=13,
+        caption_projection_dim=WIDTH,
+        pooled_projection_dim=11,
+        pos_embed_max_size=SIDE,
+        dual_attention_layers=(0,),
+    )
+
+
+def write_config(folder: Path, stage: int) -> Path:
+    """The shipped JSON; at stage 3 with nothing kept that was gathered: so it is for a model above its limits."""
+    from wfm_ds.ds_config import find_config, read_config
+
+    config = read_config(find_config(f"zero{stage}"))
+    if stage == 3:
+        config["zero_optimization"] |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+    path = folder / f"zero{stage}.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def count_on_rank(config: str, **case: Any) -> dict[str, Any]:
+    """One rank's part of a step in the steady state: its traffic, and the elements of the denoiser's parameters."""
+    import torch
+
+    from benchmarks.traffic import CountedTraffic
+    from wfm_ds.engine import DTYPES, DenoiserEngine
+    from wfm_ds.recipe import Recipe
+    from wfm_ds.world import World
+
+    wanted = Case(**case)
+    recipe = Recipe.model_validate(
+        {
+            "run": {"output_dir": "unused", "steps": 2},
+            "model": {"path": "unused", "dtype": wanted.dtype, "gradient_checkpointing": wanted.checkpointing},
+            "engine": {"deepspeed": config, "sequence_parallel": wanted.sequence_parallel},
+            "lora": {"rank": 3, "alpha": 3} if wanted.lora else None,
+            "data": {"kind": "paired", "path": "unused"},
+            "sampling": {"height": 80, "width": 80},
+            "algorithm": {"name": "sft"},
+        }
+    )
+    world = World.join().in_replicas(wanted.sequence_parallel)
+    engine = DenoiserEngine.build(
+        small_denoiser(),
+        recipe,
+        world,
+        lora_targets=("to_q", "to_v"),
+        policies=frozenset(),
+        accumulation=MICRO_STEPS,
+        total_updates=2,
+    )
+    dtype = DTYPES[wanted.dtype]
+    arguments = {
+        "hidden_states": torch.randn(1, CHANNELS, SIDE, SIDE, dtype=dtype),
+        "timestep": torch.tensor([500.0]),
+        "encoder_hidden_states": torch.randn(1, TEXT, 13, dtype=dtype),
+        "pooled_projections": torch.randn(1, 11, dtype=dtype),
+    }
+    traffic = {}
+    for _ in range(2):  # DeepSpeed learns the order of its gathers in the first step
+        with CountedTraffic(CONTROL_BYTES) as counted:
+            for _ in range(MICRO_STEPS):
+                velocity = engine.forward_module(**arguments, return_dict=False)[0]
+                engine.backward(velocity.float().square().mean(), num_terms=MICRO_STEPS * world.dp_size)
+            engine.step()
+        traffic = counted.found()
+    named = [(name, p, getattr(p, "ds_numel", p.numel())) for name, p in engine.module.named_parameters()]
+    return {
+        "traffic": {kind: list(found) for kind, found in traffic.items()},
+        "trained": [n for _, p, n in named if p.requires_grad],
+        "frozen": [n for _, p, n in named if not p.requires_grad],
+        "blocks": [n for name, _, n in named if name.startswith("transformer_blocks.")],
+        "rank": world.rank,
+    }
+
+
+def expected(case: Case, world: int, found: dict[str, Any]) -> dict[str, int]:
+    """The formulas' bytes for what `count_on_rank` counts."""
+    weight_bytes = {"float32": 4, "bfloat16": 2}[case.dtype]
+    network = Network(trained=found["trained"], frozen=found["frozen"], blocks=found["blocks"])
+    setting = Setting(
+        stage=case.stage,
+        world=world,
+        weight_bytes=weight_bytes,
+        micro_steps=MICRO_STEPS,
+        checkpointing=case.checkpointing,
+    )
+    sent = zero_bytes(network, setting)
+    if case.sequence_parallel > 1:
+        sent["all-to-all"] = exchanged(case, weight_bytes, found["rank"])
+    return sent
+
+
+def exchanged(case: Case, element_bytes: int, rank: int) -> int:
+    """Of the small SD3: joint attention in every block, and the image's own in the first."""
+    from wfm_ds.ulysses.exchange import shares
+
+    ranks = case.sequence_parallel
+    image = shares((SIDE // 2) ** 2, ranks, "image tokens")[rank % ranks]
+    text = shares(TEXT, ranks, "text tokens")[rank % ranks]
+    attentions = [*[image + text] * LAYERS, image]
+    output = image * 4 * CHANNELS
+    return ulysses_bytes(attentions, WIDTH, output, ranks=ranks, element_bytes=element_bytes, micro_steps=MICRO_STEPS)
+
+
+def count_rows(world: int, cases: Sequence[Case], found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rank 0's traffic of each case beside the formulas: one row for each kind."""
+    rows = []
+    for case, counted in zip(cases, found, strict=True):
+        formulas = expected(case, world, counted)
+        for kind in sorted({*formulas, *counted["traffic"]}):
+            calls, num_bytes = counted["traffic"].get(kind, (0, 0))
+            rows.append(
+                {
+                    "ranks": world,
+                    "training": case.name,
+                    "parameters": sum(counted["trained"]) + sum(counted["frozen"]),
+                    "trained": sum(counted["trained"]),
+                    "kind": kind,
+                    "calls": calls,
+                    "bytes counted": num_bytes,
+                    "bytes by formula": formulas.get(kind),
+                }
+            )
+    return rows
+
+
+def count(folder: Path) -> list[dict[str, Any]]:
+    for stage in (1, 2, 3):
+        write_config(folder, stage)
+    rows = []
+    for world in WORLDS:
+        cases = [case for case in CASES if world % case.sequence_parallel == 0]
+        found = run_ranks(PROGRAM, [str(folder), str(world)], world, folder)[0]
+        rows += count_rows(world, cases, found)
+    return rows
+
+
+def rank_main(file: Path, folder: Path, world: int) -> None:
+    cases = [case for case in CASES if world % case.sequence_parallel == 0]
+    found = [count_on_rank(str(folder / f"zero{case.stage}.json"), **dataclasses.asdict(case)) for case in cases]
+    file.write_text(json.dumps(found))

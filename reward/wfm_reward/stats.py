@@ -1,0 +1,168 @@
+"""What the service remembers of what its workers did: counts, times, the last scores, failures and pictures.
+
+The hub's thread writes (`observe`, once for each task that ends), the HTTP port's thread reads (`rewards`).
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from wfm_ds.pipes.status import Ended
+
+BUCKETS_S = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+MAX_REASONS = 30  # classes of failures of one reward; all further ones are "other"
+NUM_SCORES = 1000
+NUM_FAILURES = 8
+NUM_SAMPLES = 4
+SAMPLE_EVERY_S = 1.0
+THUMBNAIL = 160  # pixels of its longer side, at most
+RATE_WINDOW_S = 60.0
+MAX_BATCHES = 1000
+
+
+@dataclass(slots=True)
+class Times:
+    """A histogram of seconds, as Prometheus has them."""
+
+    total: float = 0.0
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
+
+    def add(self, seconds: float, items: int) -> None:
+        self.total += seconds * items
+        self.counts[bisect.bisect_left(BUCKETS_S, seconds)] += items
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    at_s: float  # wall clock
+    sample_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A picture that was scored, or the first frame of a video."""
+
+    at_s: float  # wall clock
+    sample_id: str
+    prompt: str
+    picture: npt.NDArray[np.uint8]  # [h,w,3], every n-th pixel of it
+    value: float | None
+    failure: str | None
+    parts: Mapping[str, float]
+
+
+@dataclass(slots=True)
+class RewardStats:
+    """Of one reward, since the service started."""
+
+    scored: int = 0
+    failed: Counter[str] = field(default_factory=Counter)  # by class of reason
+    score_s: Times = field(default_factory=Times)  # for each item, its share of its batch
+    wait_s: Times = field(default_factory=Times)  # for each item, until its batch began
+    scores: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_SCORES))
+    batches: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_BATCHES))  # sizes
+    failures: deque[Failure] = field(default_factory=lambda: deque(maxlen=NUM_FAILURES))
+    samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
+    ends: deque[tuple[float, int]] = field(default_factory=deque)  # monotonic clock, items; of the last minute
+
+    def per_minute(self, now_s: float) -> float:
+        """Items that ended in the last minute."""
+        return float(sum(items for at_s, items in self.ends if now_s - at_s <= RATE_WINDOW_S))
+
+
+class Stats:
+    """By reward."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rewards: dict[str, RewardStats] = {}
+
+    def rewards(self) -> dict[str, RewardStats]:
+        """A copy."""
+        with self._lock:
+            return {name: _copy(stats) for name, stats in self._rewards.items()}
+
+    def observe(self, ended: Ended) -> None:
+        """For Hub: a task of scoring that ended; others are passed over."""
+        kind, _, name = ended.kind.partition(":")
+        if kind != "score":
+            return
+        answers = _answers(ended)
+        now_s, wall_s = time.monotonic(), time.time()
+        with self._lock:
+            stats = self._rewards.setdefault(name, RewardStats())
+            for row, (value, failure, _parts) in zip(ended.rows, answers, strict=True):
+                if failure is None:
+                    stats.scored += 1
+                    stats.scores.append(value)
+                else:
+                    stats.failed[_class_of(failure, stats.failed)] += 1
+                    stats.failures.append(Failure(wall_s, str(row.get("id", "")), failure))
+            count = len(ended.rows)
+            if ended.completion.ok:
+                stats.score_s.add(ended.completion.seconds / max(1, count), count)
+                stats.wait_s.add(ended.waited_s, count)
+                stats.batches.append(int(ended.completion.meta.get("batch", count)))
+            stats.ends.append((now_s, count))
+            while now_s - stats.ends[0][0] > RATE_WINDOW_S:
+                stats.ends.popleft()
+            if answers and (not stats.samples or wall_s - stats.samples[-1].at_s >= SAMPLE_EVERY_S):
+                sample = _sample(ended, answers[0], wall_s)
+                if sample is not None:
+                    stats.samples.append(sample)
+
+
+def _answers(ended: Ended) -> list[Any]:
+    """(value, failure, parts) for each row, whatever the worker sent."""
+    rows, scores = ended.rows, ended.completion.meta.get("scores")
+    if not ended.completion.ok:
+        return [(None, ended.completion.reason, {})] * len(rows)
+    if not isinstance(scores, list | tuple) or len(scores) != len(rows) or not all(len(s) == 3 for s in scores):
+        return [(None, "its worker's answer cannot be read", {})] * len(rows)
+    return list(scores)
+
+
+def _class_of(reason: str, known: Mapping[str, int]) -> str:
+    """The same for all failures of one cause: up to the first colon, without numbers and quoted names. Bounded."""
+    name = re.sub(r"'[^']*'|\d+(\.\d+)?", "N", reason.partition(":")[0])[:60]
+    return name if name in known or len(known) < MAX_REASONS else "other"
+
+
+def _sample(ended: Ended, answer: Any, wall_s: float) -> Sample | None:
+    """The first item of a task, if its media are with it."""
+    spec = ended.specs[0] if ended.specs else None
+    if spec is None or spec.dtype != "uint8" or len(spec.shape) not in (3, 4) or spec.shape[-1] != 3:
+        return None
+    height, width, _ = spec.shape[-3:]
+    pixels = ended.first_bytes(height * width * 3)
+    if not pixels or len(pixels) != height * width * 3:
+        return None
+    step = -(-max(height, width) // THUMBNAIL)
+    picture = np.frombuffer(pixels, np.uint8).reshape(height, width, 3)[::step, ::step].copy()
+    row, (value, failure, parts) = ended.rows[0], answer
+    return Sample(wall_s, str(row.get("id", "")), str(row.get("prompt", "")), picture, value, failure, dict(parts))
+
+
+def _copy(stats: RewardStats) -> RewardStats:
+    return RewardStats(
+        scored=stats.scored,
+        failed=Counter(stats.failed),
+        score_s=Times(stats.score_s.total, list(stats.score_s.counts)),
+        wait_s=Times(stats.wait_s.total, list(stats.wait_s.counts)),
+        scores=stats.scores.copy(),
+        batches=stats.batches.copy(),
+        failures=stats.failures.copy(),
+        samples=stats.samples.copy(),
+        ends=stats.ends.copy(),
+    )

@@ -1,0 +1,69 @@
+"""Who may use the HTTP port: a token, as `Authorization: Bearer`, or as the password of a browser's own dialogue."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import ipaddress
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from wfm_ds.errors import RewardError
+from wfm_reward.config import HttpConfig
+from wfm_reward.web.problem import Problem
+
+TOKEN = "WFM_REWARD_TOKEN"
+
+
+def service_token(config: HttpConfig, base: Path, environment: Mapping[str, str]) -> str | None:
+    """The token that requests must bear. Raises RewardError if there is none although the port is not on loopback, or
+    if its file can be read by others."""
+    token = environment.get(TOKEN) or None
+    if config.token_file is not None:
+        token = _from_file(base / config.token_file.expanduser())
+    host = config.bind.rpartition(":")[0].strip("[]")
+    if token is None and not _is_loopback(host):
+        raise RewardError(
+            f"http.bind is {config.bind}, which others can reach: set http.token_file, or the environment's {TOKEN}"
+        )
+    return token
+
+
+def _from_file(path: Path) -> str:
+    try:
+        with path.open() as file:
+            if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
+                raise RewardError(f"{path}: others can read this token: chmod 600 {path}")
+            token = file.read().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RewardError(f"http.token_file: {path} cannot be read: {error}") from error
+    if not token:
+        raise RewardError(f"http.token_file: {path} is empty")
+    return token
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_token(header: str | None, token: str | None) -> None:
+    """Raises Problem 401 unless the Authorization header bears the token. Takes the same time for all wrong ones."""
+    if token is None:
+        return
+    scheme, _, given = (header or "").partition(" ")
+    if scheme.lower() == "basic":
+        try:
+            given = base64.b64decode(given, validate=True).decode().partition(":")[2]
+        except (binascii.Error, ValueError):
+            given = ""
+    elif scheme.lower() != "bearer":
+        given = ""
+    if not hmac.compare_digest(given.strip().encode(), token.encode()):
+        detail = "the token is wrong" if header else "a token is needed: send the header Authorization: Bearer TOKEN"
+        raise Problem(401, "unauthorized", detail)

@@ -1,0 +1,234 @@
+"""What came over HTTP, on its way through the hub: submitted, booked as it is scored, kept to be pulled.
+
+Owned by the port's event loop; one thread beside it waits for the hub's outcomes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from wfm_ds.pipes.client import Outcome, PipeClient
+from wfm_ds.pipes.submission import Piece, submit_in_pieces
+from wfm_ds.pipes.wire import Array
+from wfm_reward.web.problem import Problem
+from wfm_reward.web.request import ScoreRequest
+
+log = logging.getLogger(__name__)
+
+MAX_REMEMBERED = 10000  # ids of jobs that have expired
+TICK_S = 0.5
+
+Answer: TypeAlias = tuple[float | None, str | None, dict[str, float]]
+"""Of one item: value, failure, parts."""
+
+
+@dataclass(slots=True)
+class Answers:
+    """Of one kind of worker for the rows of one submission, as they arrive."""
+
+    rows: list[Any]
+    left: int
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    seconds: float = 0.0
+
+    def put(self, start: int, answers: Sequence[Any], seconds: float) -> None:
+        self.rows[start : start + len(answers)] = answers
+        self.seconds += seconds
+        self.left -= len(answers)
+        if self.left <= 0:
+            self.done.set()
+
+
+@dataclass(slots=True)
+class Job:
+    """One request."""
+
+    id: str
+    request: ScoreRequest
+    nbytes: int
+    results: dict[str, Answers]  # by reward
+    decode_s: float = 0.0
+    finished_at_s: float | None = None
+
+
+class Jobs:
+    """Create and use within the event loop; `close` ends the thread."""
+
+    def __init__(self, endpoint: str, max_batch: Mapping[str, int], result_ttl_s: float) -> None:
+        """`max_batch`: by reward."""
+        self.max_batch = dict(max_batch)
+        self.pending_bytes = 0  # of requests that are being received, or not scored yet
+        self._ttl_s = result_ttl_s
+        self._jobs: dict[str, Job] = {}
+        self._expired: OrderedDict[str, None] = OrderedDict()
+        self._pieces: dict[str, tuple[Piece, Answers]] = {}
+        self._numbers = itertools.count(1)
+        self._running: set[asyncio.Task[None]] = set()
+        self._name = uuid.uuid4().hex[:12]
+        self._pipe = PipeClient(endpoint, run="http", client=self._name)
+        self._loop = asyncio.get_running_loop()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._collect, name="http results", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """May block for a moment: not in the event loop."""
+        self._closing.set()
+        self._pipe.close()
+        self._thread.join(5)
+
+    def start(self, request: ScoreRequest, nbytes: int, timeout_s: float, decoder: str | None) -> Job:
+        """`nbytes` of pending_bytes are the job's from here on. `decoder`: the kind of worker that makes its latents
+        videos."""
+        count = len(request.prompts)
+        job = Job(str(uuid.uuid4()), request, nbytes, {r: Answers([None] * count, count) for r in request.rewards})
+        self._jobs[job.id] = job
+        task = self._loop.create_task(self._run(job, time.monotonic() + timeout_s, decoder))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return job
+
+    def find(self, job_id: str) -> Job:
+        """Raises Problem: 410 for a job that has expired, 404 for one that never was."""
+        self._expire()
+        if job_id in self._expired:
+            raise Problem(410, "expired", f"the scores of {job_id} were kept for {self._ttl_s:g} s")
+        if job_id not in self._jobs:
+            raise Problem(404, "unknown_uuid", f"there is no request {job_id[:64]!r} here")
+        return self._jobs[job_id]
+
+    async def _run(self, job: Job, deadline_s: float, decoder: str | None) -> None:
+        try:
+            media: Sequence[Array | str] = job.request.media
+            if decoder is not None:
+                started = time.monotonic()
+                media = await self._decoded(job.request, decoder, deadline_s)
+                job.decode_s = time.monotonic() - started
+            await self._scored(job, media, deadline_s)
+        except Exception as error:  # the border of the task: it becomes named failures
+            log.exception("request %s failed", job.id)
+            for answers in job.results.values():
+                _fail_rest(answers, f"{type(error).__name__}: {error}")
+        finally:
+            self.pending_bytes -= job.nbytes
+            job.finished_at_s = time.monotonic()
+
+    async def _scored(self, job: Job, media: Sequence[Array | str], deadline_s: float) -> None:
+        """`media`: an item's array, or why there is none."""
+        there = [i for i, item in enumerate(media) if not isinstance(item, str)]
+        rows = [_row(job, i) for i in there]
+        arrays = [item for item in media if not isinstance(item, str)]
+        inner = {reward: Answers([None] * len(there), len(there)) for reward in job.request.rewards}
+        max_rows = {f"score:{reward}": self.max_batch[reward] for reward in job.request.rewards}
+        self._submit(rows, arrays, max_rows, {f"score:{r}": a for r, a in inner.items()}, deadline_s)
+        for answers in job.results.values():
+            for i, item in enumerate(media):
+                if isinstance(item, str):
+                    answers.put(i, [(None, item, {})], 0.0)
+        await asyncio.gather(*(self._passed_on(inner[r], a, there) for r, a in job.results.items()))
+
+    async def _passed_on(self, inner: Answers, outer: Answers, places: Sequence[int]) -> None:
+        """Rewards finish one after the other, and can be pulled one after the other."""
+        if places:
+            await inner.done.wait()
+        for place, answer in zip(places, inner.rows, strict=True):
+            outer.put(place, [answer], 0.0)
+        outer.seconds = inner.seconds
+
+    async def _decoded(self, request: ScoreRequest, decoder: str, deadline_s: float) -> list[Array | str]:
+        """Videos, or the reason why there is none. A decoder leaves each in a file, which ends here."""
+        rows = [{"id": f"latents-{i}"} for i in range(len(request.media))]
+        answers = Answers([None] * len(rows), len(rows))
+        self._submit(rows, list(request.media), {decoder: 1}, {decoder: answers}, deadline_s)
+        await answers.done.wait()
+        return [await asyncio.to_thread(_video, answer) for answer in answers.rows]
+
+    def _submit(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        arrays: Sequence[Array],
+        max_rows: Mapping[str, int],
+        answers: Mapping[str, Answers],
+        deadline_s: float,
+    ) -> None:
+        for piece in submit_in_pieces(self._pipe, rows, arrays, max_rows, self._new_id, deadline_s):
+            if piece.failure is not None:
+                answers[piece.kind].put(piece.start, [(None, piece.failure, {})] * (piece.stop - piece.start), 0.0)
+            else:
+                self._pieces[piece.id] = (piece, answers[piece.kind])
+
+    def _new_id(self, kind: str) -> str:
+        return f"{self._name}/{next(self._numbers)}#{kind}"
+
+    def _collect(self) -> None:
+        """The thread."""
+        while not self._closing.is_set():
+            outcomes = self._pipe.take(TICK_S)
+            if outcomes:
+                try:
+                    self._loop.call_soon_threadsafe(self._book, outcomes)
+                except RuntimeError:  # the loop was closed meanwhile: nobody waits for them
+                    return
+
+    def _book(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            found = self._pieces.pop(outcome.id, None)
+            if found is None:
+                continue
+            piece, answers = found
+            rows = outcome.meta.get("scores", outcome.meta.get("videos")) if outcome.ok else None
+            if not isinstance(rows, list | tuple) or len(rows) != piece.stop - piece.start:
+                reason = outcome.reason or "its worker's answer cannot be read"
+                rows = [(None, reason, {})] * (piece.stop - piece.start)
+            answers.put(piece.start, list(rows), outcome.seconds)
+
+    def _expire(self) -> None:
+        """Nothing older than a result's time is kept; the oldest are first."""
+        limit_s = time.monotonic() - self._ttl_s
+        for job_id, job in list(self._jobs.items()):
+            if job.finished_at_s is None:
+                continue
+            if job.finished_at_s > limit_s:
+                break
+            del self._jobs[job_id]
+            self._expired[job_id] = None
+        while len(self._expired) > MAX_REMEMBERED:
+            self._expired.popitem(last=False)
+
+
+def _row(job: Job, i: int) -> dict[str, Any]:
+    request = job.request
+    return {
+        "id": f"{job.id[:8]}-{i}",
+        "prompt": request.prompts[i],
+        "metadata": dict(request.metadata[i]),
+        "fps": request.fps[i],
+    }
+
+
+def _video(answer: Any) -> Array | str:
+    """What a decoder said of one item: uint8 [T,H,W,3], or why there is none."""
+    path, failure, _ = answer
+    if failure is not None:
+        return str(failure)
+    video: Array = np.load(path, allow_pickle=False)
+    Path(path).unlink()
+    return video
+
+
+def _fail_rest(answers: Answers, why: str) -> None:
+    for i, answer in enumerate(answers.rows):
+        if answer is None:
+            answers.put(i, [(None, why, {})], 0.0)

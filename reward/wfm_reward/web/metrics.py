@@ -1,0 +1,104 @@
+"""GET /metrics: the service for Prometheus."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from wfm_reward.stats import BUCKETS_S, RewardStats, Times
+from wfm_reward.web.view import View
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def exposition(view: View) -> bytes:
+    """The text that Prometheus scrapes."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_View(view))
+    return generate_latest(registry)
+
+
+class _View(Collector):
+    def __init__(self, view: View) -> None:
+        self._view = view
+
+    def collect(self) -> Iterable[Metric]:
+        yield from _of_rewards(self._view)
+        yield from _of_workers(self._view)
+        yield from _of_service(self._view)
+
+
+def _of_rewards(view: View) -> Iterator[Metric]:
+    items = CounterMetricFamily("wfm_reward_items", "Items scored, and failed", labels=["reward", "outcome"])
+    failures = CounterMetricFamily("wfm_reward_failures", "Failed items by class", labels=["reward", "reason"])
+    score_s = HistogramMetricFamily("wfm_reward_score_seconds", "To score an item", labels=["reward"])
+    wait_s = HistogramMetricFamily("wfm_reward_wait_seconds", "Until an item's batch began", labels=["reward"])
+    for name in view.rewards:
+        stats = view.of(name)
+        items.add_metric([name, "scored"], stats.scored)
+        items.add_metric([name, "failed"], stats.failed.total())
+        for reason, count in stats.failed.items():
+            failures.add_metric([name, reason], count)
+        score_s.add_metric([name], _buckets(stats.score_s), stats.score_s.total)
+        wait_s.add_metric([name], _buckets(stats.wait_s), stats.wait_s.total)
+    yield from (items, failures, score_s, wait_s)
+    gauges: list[tuple[str, str, Callable[[RewardStats], float | None]]] = [
+        ("wfm_reward_batch_items", "Mean size of the last batches", lambda s: _mean(s.batches)),
+        ("wfm_reward_score_mean", "Mean of the last 1000 scores", lambda s: _mean(s.scores)),
+        ("wfm_reward_items_per_minute", "Items that ended in the last minute", lambda s: s.per_minute(view.now_s)),
+    ]
+    for metric, text, value_of in gauges:
+        gauge = GaugeMetricFamily(metric, text, labels=["reward"])
+        for name in view.rewards:
+            value = value_of(view.of(name))
+            if value is not None:
+                gauge.add_metric([name], value)
+        yield gauge
+
+
+def _of_workers(view: View) -> Iterator[Metric]:
+    waiting = GaugeMetricFamily("wfm_reward_waiting", "Tasks that wait", labels=["reward"])
+    leased = GaugeMetricFamily("wfm_reward_leased", "Tasks that are worked on", labels=["reward"])
+    workers = GaugeMetricFamily("wfm_reward_workers", "Worker processes", labels=["reward", "state"])
+    restarts = CounterMetricFamily("wfm_reward_worker_restarts", "Workers started again", labels=["reward"])
+    for name in view.rewards:
+        waiting.add_metric([name], view.waiting(name))
+        leased.add_metric([name], view.leased(name))
+        mine = [worker for worker in view.workers if worker.reward == name]
+        states = Counter("ready" if w.ready else "down" if name in view.down else "starting" for w in mine)
+        for state in ("ready", "starting", "down"):
+            workers.add_metric([name, state], states[state])
+        restarts.add_metric([name], sum(worker.restarts for worker in mine))
+    yield from (waiting, leased, workers, restarts)
+
+
+def _of_service(view: View) -> Iterator[Metric]:
+    requests = CounterMetricFamily("wfm_reward_requests", "HTTP requests", labels=["endpoint", "code"])
+    for (endpoint, code), count in view.requests.items():
+        requests.add_metric([endpoint, str(code)], count)
+    yield requests
+    yield CounterMetricFamily("wfm_pipes_rejected", "Messages that were dropped", view.hub.rejected)
+    yield CounterMetricFamily("wfm_pipes_requeued", "Tasks given to a worker again", view.hub.counts.get("requeued", 0))
+    yield CounterMetricFamily("wfm_pipes_duplicates", "Results ignored", view.hub.counts.get("duplicate", 0))
+    yield GaugeMetricFamily("wfm_pipes_held_bytes", "Media of tasks that wait or are worked on", view.hub.held_bytes)
+    yield GaugeMetricFamily("wfm_reward_http_pending_bytes", "Media from HTTP, not scored yet", view.pending_bytes)
+    yield GaugeMetricFamily("wfm_reward_uptime_seconds", "Since the service started", view.uptime_s)
+
+
+def _buckets(times: Times) -> list[tuple[str, float]]:
+    """Cumulative, as Prometheus wants them."""
+    counts, total = [], 0
+    for bound, count in zip([*map(str, BUCKETS_S), "+Inf"], times.counts, strict=True):
+        total += count
+        counts.append((bound, float(total)))
+    return counts
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return sum(found) / len(found) if found else None

@@ -1,0 +1,315 @@
+"""The HTTP port of a service, in a thread of its own: status page, metrics, and scores for other programs.
+
+POST /api/reward/enqueue, /api/reward/pull, /api/reward/ping speak Cosmos-RL's protocol (cosmos.py), POST /compute plain
+JSON (plain.py). GET /, /metrics, /ping, /health, /api/rewards. All but /health need the token, if there is one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aiohttp import ClientPayloadError, web
+
+import wfm_ds
+from wfm_ds.errors import RewardError
+from wfm_ds.pipes.hub import Hub
+from wfm_reward import registry
+from wfm_reward.config import ServiceConfig
+from wfm_reward.scorers import Scorers
+from wfm_reward.stats import Stats
+from wfm_reward.web.access import check_token, service_token
+from wfm_reward.web.cosmos import parse_enqueue, pull_answer
+from wfm_reward.web.jobs import Answers, Job, Jobs
+from wfm_reward.web.metrics import CONTENT_TYPE, exposition
+from wfm_reward.web.page import render
+from wfm_reward.web.plain import compute_answer, parse_compute
+from wfm_reward.web.problem import Problem
+from wfm_reward.web.request import ScoreRequest
+from wfm_reward.web.view import View, clock
+
+log = logging.getLogger(__name__)
+
+START_S = 30.0
+HUB_S = 5.0  # for the hub to say how things stand
+SILENT_S = 60.0  # without a byte of a body
+FORM_BYTES = 64 * 1024
+CHUNK_BYTES = 256 * 1024
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What the port shows and uses of the service."""
+
+    config: ServiceConfig
+    hub: Hub
+    scorers: Scorers
+    stats: Stats
+
+
+class HttpPort:
+    """`start` binds; `stop` closes. Both from one thread of the caller."""
+
+    def __init__(self, service: Service, base: Path) -> None:
+        """`base`: the folder of the configuration file. Raises RewardError for what access.py refuses."""
+        assert service.config.http is not None
+        self.config = service.config.http
+        self.url = ""
+        self._service = service
+        self._token = service_token(self.config, base, os.environ)
+        self._requests: Counter[tuple[str, int]] = Counter()
+        self._started_at_s, _ = clock()
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._ending = asyncio.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
+
+    def start(self) -> None:
+        """After the hub's. Raises RewardError if the address cannot be bound."""
+        self._thread.start()
+        if not self._ready.wait(START_S) or self._error is not None:
+            raise RewardError(f"cannot listen at http.bind {self.config.bind}: {self._error or 'it takes too long'}")
+
+    def stop(self) -> None:
+        """Answers what is being answered for a moment, then ends."""
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # it has ended by itself
+                self._loop.call_soon_threadsafe(self._ending.set)
+            self._thread.join(10)
+
+    # The thread
+
+    def _serve(self) -> None:
+        try:
+            self._loop.run_until_complete(self._main())
+        except Exception as error:  # the border of the thread: `start` reads it
+            if self._ready.is_set():
+                log.exception("the HTTP port failed")
+            self._error = error
+        finally:
+            self._ready.set()
+            self._loop.close()
+
+    async def _main(self) -> None:
+        host, _, port = self.config.bind.rpartition(":")
+        runner = web.AppRunner(self._app(), access_log=None, shutdown_timeout=2.0)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, host.strip("[]"), int(port))
+            await site.start()
+            bound = runner.addresses[0]
+            self.url = f"http://[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"http://{bound[0]}:{bound[1]}"
+            self._ready.set()
+            await self._ending.wait()
+        finally:
+            await runner.cleanup()
+
+    def _app(self) -> web.Application:
+        app = web.Application(middlewares=[self._border], client_max_size=FORM_BYTES)
+        app.add_routes([
+            web.get("/", self._page),
+            web.get("/health", self._health),
+            web.get("/metrics", self._metrics),
+            web.get("/ping", self._ping),
+            web.get("/api/rewards", self._rewards),
+            web.post("/api/reward/ping", self._ping),
+            web.post("/api/reward/pin", self._ping),
+            web.post("/api/reward/enqueue", self._enqueue),
+            web.post("/api/reward/pull", self._pull),
+            web.post("/compute", self._compute),
+        ])  # fmt: skip
+        app.cleanup_ctx.append(self._with_jobs)
+        return app
+
+    async def _with_jobs(self, app: web.Application) -> AsyncIterator[None]:
+        max_batch = {name: reward.max_batch for name, reward in self._service.config.rewards.items()}
+        self._jobs = Jobs(self._service.hub.client_endpoint, max_batch, self.config.result_ttl_s)
+        yield
+        await asyncio.to_thread(self._jobs.close)
+
+    @web.middleware
+    async def _border(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Every request is checked, counted and answered here."""
+        resource = request.match_info.route.resource
+        endpoint = resource.canonical if resource is not None else "other"
+        try:
+            if endpoint != "/health":
+                check_token(request.headers.get("Authorization"), self._token)
+            response = await handler(request)
+        except Problem as problem:
+            response = web.json_response(problem.content, status=problem.status)
+            if problem.retry_after_s is not None:
+                response.headers["Retry-After"] = str(problem.retry_after_s)
+            if problem.status == 401:
+                response.headers["WWW-Authenticate"] = 'Basic realm="wfm_reward: the password is the token"'
+        except web.HTTPException as error:
+            response = web.json_response({"message": error.reason}, status=error.status)
+        except (ClientPayloadError, ConnectionError) as error:
+            response = web.json_response({"message": f"the body was cut off: {error}"}, status=400)
+        except Exception as error:  # the border of the port: the service goes on
+            log.exception("%s %s failed", request.method, endpoint)
+            response = web.json_response({"message": f"{type(error).__name__}: see the service's log"}, status=500)
+        self._requests[endpoint, response.status] += 1
+        if response.status >= 400 and not request.content.is_eof():
+            response.force_close()  # the rest of its body is not read
+        return response
+
+    # For people and their tools
+
+    async def _view(self) -> View:
+        service = self._service
+        try:
+            hub = await asyncio.wait_for(asyncio.wrap_future(service.hub.status()), HUB_S)
+        except (TimeoutError, asyncio.CancelledError) as error:
+            raise Problem(503, "stopping", "the hub does not answer: the service is stopping") from error
+        now_s, wall_s = clock()
+        return View(
+            version=wfm_ds.__version__,
+            uptime_s=now_s - self._started_at_s,
+            hub=hub,
+            rewards=list(service.config.rewards),
+            stats=service.stats.rewards(),
+            workers=service.scorers.states(),
+            down=dict(service.scorers.down),
+            requests=self._requests.copy(),
+            pending_bytes=self._jobs.pending_bytes,
+            now_s=now_s,
+            wall_s=wall_s,
+        )
+
+    async def _page(self, request: web.Request) -> web.Response:
+        text = await asyncio.to_thread(render, await self._view())
+        policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+        headers = {"Content-Security-Policy": policy, "Cache-Control": "no-store"}
+        return web.Response(text=text, content_type="text/html", headers=headers)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=exposition(await self._view()), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _health(self, request: web.Request) -> web.Response:
+        waiting = self._service.scorers.waiting_for()
+        content = {"ready": False, "waiting_for": waiting} if waiting else {"ready": True}
+        return web.json_response(content, status=503 if waiting else 200)
+
+    async def _ping(self, request: web.Request) -> web.Response:
+        self._check_ready()
+        return web.json_response({"message": "Ping request received"})
+
+    async def _rewards(self, request: web.Request) -> web.Response:
+        return web.json_response({name: _described(name) for name in self._service.config.rewards})
+
+    # Scores
+
+    async def _enqueue(self, request: web.Request) -> web.Response:
+        self._check_ready()
+        async with self._received(request) as body:
+            wanted = await asyncio.to_thread(parse_enqueue, body)
+            job = self._start(wanted, self.config.timeout_s)
+        return web.json_response({"uuid": job.id})
+
+    async def _pull(self, request: web.Request) -> web.Response:
+        form = await request.post()
+        job = self._jobs.find(str(form.get("uuid", "")))
+        reward = str(form.get("type") or job.request.rewards[0])
+        answers = job.results.get(reward)
+        if answers is None:
+            asked = ", ".join(job.results)
+            raise Problem(404, "unknown_type", f"{job.id} does not ask for {reward[:80]!r}, but for {asked}")
+        await _at_most(self.config.pull_wait_s, answers)
+        if not answers.done.is_set():
+            raise Problem(400, "not_ready", f"the scores of {job.id} are not there yet: pull again")
+        content = pull_answer(
+            reward,
+            registry.describe(reward).primary,
+            answers.rows,
+            info=job.request.info,
+            seconds=answers.seconds,
+            decode_seconds=job.decode_s,
+            failed_value=math.nan if self.config.failed_value == "nan" else None,
+        )
+        return web.json_response(content)
+
+    async def _compute(self, request: web.Request) -> web.Response:
+        self._check_ready()
+        async with self._received(request) as body:
+            room = self.config.max_pending_mib * 2**20 - self._jobs.pending_bytes
+            wanted, timeout_s = await asyncio.to_thread(parse_compute, body, room)
+            job = self._start(wanted, min(timeout_s or math.inf, self.config.timeout_s))
+        await asyncio.gather(*(answers.done.wait() for answers in job.results.values()))
+        scores = {reward: answers.rows for reward, answers in job.results.items()}
+        return web.json_response(compute_answer(wanted.rewards, scores))
+
+    def _check_ready(self) -> None:
+        waiting = self._service.scorers.waiting_for()
+        if waiting and not self._service.scorers.all_were_ready:
+            raise Problem(503, "loading", f"still loading: {', '.join(waiting)}", retry_after_s=5)
+
+    def _start(self, wanted: ScoreRequest, timeout_s: float) -> Job:
+        """Raises Problem if this service does not do what is wanted, or has too much to do."""
+        offered = self._service.config.rewards
+        unknown = [name for name in wanted.rewards if name not in offered]
+        if unknown:
+            raise Problem(422, "unknown_reward", f"no reward {unknown[0][:80]!r} here; there are {', '.join(offered)}")
+        decoder = self._decoder(wanted) if wanted.latents else None
+        self._reserve(wanted.nbytes)
+        return self._jobs.start(wanted, wanted.nbytes, timeout_s, decoder)
+
+    def _decoder(self, wanted: ScoreRequest) -> str:
+        channels, known = wanted.media[0].shape[0], self._service.config.latent_decoders
+        if channels not in known:
+            have = f"has decoders for {', '.join(map(str, known))}" if known else "decodes no latents"
+            raise Problem(422, "no_decoder", f"latents of {channels} channels, and this service {have}: send pixels")
+        return f"decode:{channels}"
+
+    def _reserve(self, num_bytes: int) -> None:
+        most = self.config.max_pending_mib * 2**20
+        if self._jobs.pending_bytes + num_bytes > most:
+            raise Problem(429, "full", f"more than {most} bytes of media wait to be scored", retry_after_s=5)
+        self._jobs.pending_bytes += num_bytes
+
+    @contextlib.asynccontextmanager
+    async def _received(self, request: web.Request) -> AsyncIterator[memoryview]:
+        """The body, whose place is reserved before any of it is read."""
+        size, most = request.content_length, self.config.max_body_mib * 2**20
+        if size is None:
+            raise Problem(411, "length_required", "send Content-Length")
+        if size > most:
+            raise Problem(413, "too_large", f"a body of {size} bytes; {most} are allowed")
+        self._reserve(size)
+        try:
+            body = bytearray()
+            async with asyncio.timeout(SILENT_S) as patience:
+                async for chunk in request.content.iter_chunked(CHUNK_BYTES):
+                    body += chunk
+                    patience.reschedule(asyncio.get_running_loop().time() + SILENT_S)
+            yield memoryview(body)
+        except TimeoutError as error:
+            raise Problem(408, "too_slow", f"no byte of the body for {SILENT_S:g} s") from error
+        finally:
+            self._jobs.pending_bytes -= size
+
+
+async def _at_most(seconds: float, answers: Answers) -> None:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(answers.done.wait(), seconds)
+
+
+def _described(name: str) -> dict[str, Any]:
+    reward = registry.describe(name)
+    outputs = {
+        output: [limit if math.isfinite(limit) else None for limit in (limits.low, limits.high)]
+        for output, limits in reward.outputs.items()
+    }
+    return {"media": sorted(reward.media), "primary": reward.primary, "outputs": outputs, "needs": list(reward.needs)}

@@ -1,0 +1,158 @@
+"""A model's engine on some ranks, and the same training in one process with plain torch, to compare.
+
+A term's latents, noise level and target follow from its number alone; an optimizer step has MICRO_STEPS micro-steps of
+TERMS terms, which the replicas share out. Of two experts, each has its micro-steps.
+"""
+
+import torch
+from deepspeed.utils import safe_get_full_grad
+from diffusers import SD3Transformer2DModel
+
+from distributed.training import full_tensors, small_recipe
+from families import CASES, PROMPTS
+from wfm_ds.engine import DenoiserEngine, learning_rate
+from wfm_ds.models import registry
+from wfm_ds.models.given import with_given
+from wfm_ds.models.tiny.sd3 import TRANSFORMER
+from wfm_ds.policy import add_adapters
+from wfm_ds.seeds import derive_seed
+from wfm_ds.world import World
+
+MICRO_STEPS, TERMS, STEPS = 2, 4, 2
+NUM_TERMS = MICRO_STEPS * TERMS
+# Height, width and frames that share out unevenly: odd numbers of rows, columns and latent frames.
+SIZES = {
+    "sd3": (20, 28, 1),
+    "sana": (160, 96, 1),
+    "sana_video": (96, 32, 9),
+    "wan21": (48, 16, 9),
+    "wan22": (48, 16, 9),
+    "wan22_ti2v": (96, 32, 9),
+    "cosmos25": (48, 16, 9),
+}
+SD3_HEADS = 3
+
+
+def load(family, folder):
+    model = registry.load(folder, dtype=torch.float32, device="cpu", **CASES[family].load_options)
+    if family == "sd3":
+        torch.manual_seed(1)
+        odd = {"num_attention_heads": SD3_HEADS, "caption_projection_dim": 8 * SD3_HEADS}
+        model.denoiser = SD3Transformer2DModel(**{**TRANSFORMER, **odd}).eval()
+    return model
+
+
+def settings(config, lora, checkpointing=False, dtype="float32"):
+    """No clipping: the norm and the weights show the gradient's scale."""
+    return small_recipe(
+        config, lora=lora, engine={"max_grad_norm": 0}, model={"gradient_checkpointing": checkpointing, "dtype": dtype}
+    )
+
+
+def losses(model, family, numbers, stage):
+    """One squared error a term, [B]."""
+    shape = model.latent_shape(*SIZES[family])
+    draws = [torch.Generator().manual_seed(derive_seed(7, "term", n) % 2**31) for n in numbers]
+    latents, targets = (torch.stack([torch.randn(shape, generator=draw) for draw in draws]) for _ in range(2))
+    low, high = model.sigma_ranges[stage]
+    u_B = torch.stack([torch.rand((), generator=draw) for draw in draws])
+    conditioning = model.encode_text([PROMPTS[n % len(PROMPTS)] for n in numbers])
+    counts = torch.tensor([max(model.conditional_frames, default=0)] * len(numbers))
+    if counts.any():
+        conditioning = with_given(conditioning, targets, counts)
+    velocity = model.denoise(latents, low + (high - low) * (0.1 + 0.8 * u_B), conditioning, stage)
+    return (velocity - targets).square().flatten(1).mean(1)
+
+
+def terms(step, micro, stage, dp_rank, dp_size):
+    """The term numbers of one replica in a micro-step."""
+    first = ((step * MICRO_STEPS + micro) * 2 + stage) * TERMS
+    share = TERMS // dp_size
+    return range(first + dp_rank * share, first + (dp_rank + 1) * share)
+
+
+def train_on_ranks(family, folder, config, lora, sp, checkpointing=False, scale_by_replicas=False):
+    """Losses and norms of the steps, the first step's gradient, and the weights in the end (rank 0's)."""
+    world = World.join().in_replicas(sp)
+    model, recipe = load(family, folder), settings(config, lora, checkpointing)
+    stages = range(len(model.sigma_ranges))
+    engine = DenoiserEngine.build(
+        model.denoiser,
+        recipe,
+        world,
+        lora_targets=model.default_lora_targets,
+        policies=frozenset(),
+        accumulation=MICRO_STEPS * len(stages),
+        total_updates=STEPS,
+    )
+    model.denoiser = engine.forward_module
+    wrong = world.sp_size if scale_by_replicas else 1
+    rows, gradient = [], {}
+    for step in range(STEPS):
+        loss = 0.0
+        for micro in range(MICRO_STEPS):
+            for stage in stages:
+                own = losses(model, family, terms(step, micro, stage, world.dp_rank, world.dp_size), stage).sum()
+                engine.backward(own / wrong, NUM_TERMS * len(stages))
+                loss += float(own.detach())
+        if step == 0:
+            for name, parameter in engine.module.named_parameters():
+                if parameter.requires_grad:
+                    gradient[name.replace(".default.", ".")] = safe_get_full_grad(parameter).clone()
+        result = engine.step()
+        mean = world.replica_sums({"loss": loss})["loss"] / NUM_TERMS / len(stages)
+        rows.append([mean, result.grad_norm])
+    return {"rows": rows, "gradient": gradient, "weights": full_tensors(engine, "train")}
+
+
+def train_alone(family, folder, lora):
+    """The same without DeepSpeed and without ranks."""
+    model, recipe = load(family, folder), settings("zero2", lora)
+    module = model.denoiser
+    if lora:
+        seed = derive_seed(recipe.run.seed, "lora_init")
+        add_adapters(module, recipe.lora, model.default_lora_targets, [], seed)
+    else:
+        module.requires_grad_(True)
+    trained = {n.replace(".default.", "."): p for n, p in module.named_parameters() if p.requires_grad}
+    options = recipe.optimizer
+    optimizer = torch.optim.AdamW(trained.values(), eps=options.eps, weight_decay=options.weight_decay)
+    rows, gradient, stages = [], {}, range(len(model.sigma_ranges))
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=False)
+        loss = 0.0
+        for micro in range(MICRO_STEPS):
+            for stage in stages:
+                part = losses(model, family, terms(step, micro, stage, 0, 1), stage).sum() / NUM_TERMS / len(stages)
+                part.backward()
+                loss += float(part.detach())
+        for parameter in trained.values():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        norm = float(torch.stack([p.grad.double().square().sum() for p in trained.values()]).sum().sqrt())
+        if step == 0:
+            gradient = {name: p.grad.clone() for name, p in trained.items()}
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(options, step + 1, STEPS)
+        optimizer.step()
+        rows.append([loss, norm])
+    return {"rows": rows, "gradient": gradient, "weights": {n: p.detach() for n, p in trained.items()}}
+
+
+def assert_same_training(parts, want, scale=1.0):
+    """1e-5 relative in losses and norms; gradients relative to each one's largest value. `scale`: of the gradient."""
+    rows = torch.tensor(want["rows"], dtype=torch.float64)
+    largest = max(float(gradient.abs().max()) for gradient in want["gradient"].values())
+    for part in parts:
+        got = torch.tensor(part["rows"], dtype=torch.float64)
+        torch.testing.assert_close(got[:1, 0], rows[:1, 0], rtol=1e-5, atol=0)
+        torch.testing.assert_close(got[:1, 1], rows[:1, 1] * scale, rtol=1e-5, atol=0)
+        assert part["gradient"].keys() == want["gradient"].keys()
+        for name, gradient in want["gradient"].items():
+            size = float(gradient.abs().max())
+            if size > 1e-6 * largest:  # a key's bias has no gradient in exact arithmetic
+                assert float((part["gradient"][name] - gradient * scale).abs().max()) <= 2e-5 * size, name
+        if scale == 1:
+            torch.testing.assert_close(got, rows, rtol=1e-5, atol=0)
+    if scale == 1:
+        for name, weight in want["weights"].items():
+            torch.testing.assert_close(parts[0]["weights"][name], weight, rtol=0, atol=1e-5)

@@ -1,0 +1,251 @@
+"""Transformers of all families in sizes that do not divide, whole in one process against shared by ranks."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import diffusers
+import peft
+import torch
+import torch.distributed as dist
+
+from wfm_ds.models.cosmos25 import provide_resize
+from wfm_ds.models.tiny import cosmos25, sana, sana_video, sd3, wan21
+from wfm_ds.ulysses.install import install
+
+TINIEST = 1e-6  # of the largest gradient: a key's bias has none in exact arithmetic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A transformer and what it is called with."""
+
+    build: Callable[[int], Any]  # with this many heads in self-attention
+    inputs: Callable[..., dict[str, Any]]  # (a generator, *a size) -> arguments of forward
+    sizes: tuple[tuple[int, ...], ...]  # of which nothing that is shared divides by two ranks, or by three
+    even: tuple[int, ...]  # a size of which everything does
+    lora: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0", "proj_out")
+
+
+def sd3_transformer(heads):
+    config = {**sd3.TRANSFORMER, "num_attention_heads": heads, "caption_projection_dim": 8 * heads}
+    return diffusers.SD3Transformer2DModel(**config)
+
+
+def sd3_inputs(draw, height, width, text):
+    return {
+        "hidden_states": torch.randn(2, 4, 2 * height, 2 * width, generator=draw),
+        "encoder_hidden_states": torch.randn(2, text, 64, generator=draw),
+        "pooled_projections": torch.randn(2, 64, generator=draw),
+        "timestep": 1000 * torch.rand(2, generator=draw),
+    }
+
+
+def wan_transformer(heads, **options):
+    config = {**wan21.TRANSFORMER, "num_attention_heads": heads, "cross_attn_norm": True, **options}
+    return diffusers.WanTransformer3DModel(**config)
+
+
+def wan_inputs(draw, frames, height, width):
+    return {
+        "hidden_states": torch.randn(2, 4, frames, 2 * height, 2 * width, generator=draw),
+        "encoder_hidden_states": torch.randn(2, 5, 32, generator=draw),
+        "timestep": 1000 * torch.rand(2, generator=draw),
+    }
+
+
+def wan_token_times(draw, frames, height, width):
+    """A time for each token, as TI2V takes them."""
+    inputs = wan_inputs(draw, frames, height, width)
+    return {**inputs, "timestep": 1000 * torch.rand(2, frames * height * width, generator=draw)}
+
+
+def wan_image_inputs(draw, frames, height, width):
+    """Embeddings of an image before the text, which the transformer takes to be 512 tokens long."""
+    return {
+        **wan_inputs(draw, frames, height, width),
+        "encoder_hidden_states": torch.randn(2, 512, 32, generator=draw),
+        "encoder_hidden_states_image": torch.randn(2, 3, 24, generator=draw),
+    }
+
+
+def cosmos_transformer(heads, **options):
+    provide_resize()
+    return diffusers.CosmosTransformer3DModel(**{**cosmos25.TRANSFORMER, "num_attention_heads": heads, **options})
+
+
+def cosmos_inputs(draw, frames, height, width):
+    """A time for each frame."""
+    size = 2, 1, frames, 2 * height, 2 * width
+    return {
+        "hidden_states": torch.randn(2, 4, *size[2:], generator=draw),
+        "condition_mask": torch.rand(size, generator=draw).round(),
+        "encoder_hidden_states": torch.randn(2, 5, 64, generator=draw),
+        "timestep": torch.rand(2, 1, frames, 1, 1, generator=draw),
+        "padding_mask": torch.zeros(1, 1, *size[3:]),
+    }
+
+
+def cosmos_image_inputs(draw, frames, height, width):
+    """One time for each video, a mask over the text, and embeddings of an image beside it."""
+    inputs = cosmos_inputs(draw, frames, height, width)
+    image = torch.randn(2, 3, 16, generator=draw)
+    return {
+        **inputs,
+        "encoder_hidden_states": (inputs["encoder_hidden_states"], image),
+        "timestep": torch.rand(2, generator=draw),
+    }
+
+
+def sana_transformer(heads, **options):
+    config = {**sana.TRANSFORMER, "num_attention_heads": heads, "cross_attention_dim": 16 * heads, **options}
+    return diffusers.SanaTransformer2DModel(**config)
+
+
+def text_with_mask(draw):
+    mask = torch.ones(2, 6, dtype=torch.int64)
+    mask[0, 4:] = 0
+    return {"encoder_hidden_states": torch.randn(2, 6, 32, generator=draw), "encoder_attention_mask": mask}
+
+
+def sana_inputs(draw, height, width):
+    return {
+        "hidden_states": torch.randn(2, 4, height, width, generator=draw),
+        "timestep": 1000 * torch.rand(2, generator=draw),
+        **text_with_mask(draw),
+    }
+
+
+def sana_video_transformer(heads):
+    config = {**sana_video.TRANSFORMER, "num_attention_heads": heads, "cross_attention_dim": 16 * heads}
+    return diffusers.SanaVideoTransformer3DModel(**config)
+
+
+def sana_video_inputs(draw, frames, height, width):
+    return {
+        "hidden_states": torch.randn(2, 4, frames, 2 * height, 2 * width, generator=draw),
+        "timestep": 1000 * torch.rand(2, generator=draw),
+        **text_with_mask(draw),
+    }
+
+
+def sana_video_token_times(draw, frames, height, width):
+    times = 1000 * torch.rand(2, 1, frames, height, width, generator=draw)
+    return {**sana_video_inputs(draw, frames, height, width), "timestep": times}
+
+
+VIDEO = {"sizes": ((5, 1, 5), (7, 5, 1)), "even": (6, 2, 3)}
+CASES = {
+    "sd3": Case(
+        build=sd3_transformer,
+        inputs=sd3_inputs,
+        sizes=((5, 5, 7), (1, 7, 11)),
+        even=(4, 6, 12),
+        lora=("to_q", "to_k", "to_v", "to_out.0", "add_k_proj", "proj_out"),
+    ),
+    "wan": Case(build=wan_transformer, inputs=wan_inputs, **VIDEO),
+    "wan, times of tokens": Case(build=wan_transformer, inputs=wan_token_times, **VIDEO),
+    "wan, image embeddings": Case(
+        build=lambda heads: wan_transformer(heads, image_dim=24, added_kv_proj_dim=16 * heads),
+        inputs=wan_image_inputs,
+        **VIDEO,
+    ),
+    "cosmos25": Case(build=cosmos_transformer, inputs=cosmos_inputs, **VIDEO),
+    "cosmos25, image embeddings, learnt positions": Case(
+        build=lambda heads: cosmos_transformer(
+            heads,
+            extra_pos_embed_type="learnable",
+            img_context_dim_in=16,
+            img_context_dim_out=16 * heads,
+        ),
+        inputs=cosmos_image_inputs,
+        **VIDEO,
+    ),
+    "sana": Case(build=sana_transformer, inputs=sana_inputs, sizes=((5, 3), (7, 1)), even=(6, 4)),
+    "sana, normed queries, patches of two": Case(
+        build=lambda heads: sana_transformer(heads, qk_norm="rms_norm_across_heads", patch_size=2),
+        inputs=lambda draw, height, width: sana_inputs(draw, 2 * height, 2 * width),
+        sizes=((5, 3), (7, 1)),
+        even=(6, 4),
+        lora=("to_q", "to_out.0", "ff.conv_inverted", "proj_out"),
+    ),
+    "sana_video": Case(build=sana_video_transformer, inputs=sana_video_inputs, **VIDEO),
+    "sana_video, times of tokens": Case(
+        build=sana_video_transformer,
+        inputs=sana_video_token_times,
+        lora=("to_q", "to_out.0", "ff.conv_temp", "proj_out"),
+        **VIDEO,
+    ),
+}
+
+
+def built(case, *, heads=5, lora=False, checkpointing=False, seed=0):
+    """The case's transformer, no weight at its initial zero; of one with an adapter that alone trains."""
+    torch.manual_seed(seed)
+    transformer = case.build(heads)
+    transformer.requires_grad_(not lora)
+    if lora:
+        config = peft.LoraConfig(r=2, lora_alpha=2, target_modules=list(case.lora), init_lora_weights=False)
+        transformer.add_adapter(config)
+    with torch.no_grad():
+        for parameter in transformer.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    if checkpointing:
+        transformer.enable_gradient_checkpointing()
+    return transformer
+
+
+def rows(argument, count):
+    """The first rows of a batch, or of each batch in a tuple."""
+    return tuple(part[:count] for part in argument) if isinstance(argument, tuple) else argument[:count]
+
+
+def forwards(transformer, case, sizes, batch=2, seed=1):
+    """Outputs of all sizes, and a random sum of them."""
+    draw = torch.Generator().manual_seed(seed)
+    outputs, loss = [], torch.zeros(())
+    for size in sizes:
+        inputs = {name: rows(argument, batch) for name, argument in case.inputs(draw, *size).items()}
+        outputs.append(transformer(**inputs, return_dict=False)[0])
+        loss = loss + (outputs[-1] * torch.randn(outputs[-1].shape, generator=draw)).sum()
+    return outputs, loss
+
+
+def run(transformer, case, sizes, batch=2):
+    """Outputs and gradients by parameter. The backward pass comes after the forwards of all sizes, so that blocks which
+    are recomputed find that others came between."""
+    outputs, loss = forwards(transformer, case, sizes, batch)
+    loss.backward()
+    gradients = {name: p.grad for name, p in transformer.named_parameters() if p.grad is not None}
+    return [output.detach() for output in outputs], gradients
+
+
+def errors(name, sizes, batch=2, **options):
+    """What sharing among all ranks changes."""
+    case = CASES[name]
+    whole = built(case, **options)
+    shared = copy.deepcopy(whole)
+    install(shared, dist.group.WORLD)
+    return difference(run(shared, case, sizes, batch), run(whole, case, sizes, batch))
+
+
+def difference(shared, whole):
+    """Of two answers of `run`, the first of which has this rank's summands of gradients: the largest absolute error of
+    outputs, the largest error of a parameter's gradient over that gradient's own maximum."""
+    (outputs, gradients), (want, want_gradients) = shared, whole
+    assert gradients.keys() == want_gradients.keys()
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+    largest = max(float(gradient.abs().max()) for gradient in want_gradients.values())
+    relative = {
+        parameter: float((gradients[parameter] - gradient).abs().max() / gradient.abs().max())
+        for parameter, gradient in want_gradients.items()
+        if gradient.abs().max() > TINIEST * largest
+    }
+    return {
+        "forward": max(float((a - b).abs().max()) for a, b in zip(outputs, want, strict=True)),
+        "gradient": max(relative.values()),
+        "worst": max(relative, key=relative.get),
+        "compared": len(relative),
+    }

@@ -1,0 +1,121 @@
+"""Runs on media of mixed shapes: ranks that compute different sizes side by side train what one rank trains, also
+where a run is stopped and continued by other ranks."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from clips import write_clip
+from distributed.resuming import train_on_rank
+from distributed.same_runs import assert_same_runs, records
+from wfm_ds import recipe_file
+from wfm_ds.data.buckets import Buckets
+from wfm_ds.data.order import BucketOrder
+from wfm_ds.data.paired import PairedFolder
+from wfm_ds.data.pixels import Framing
+from wfm_ds.datasets import load_data
+
+RECIPES = Path(__file__).parent.parent.parent / "recipes" / "tiny"
+COMMON = [
+    *("optimizer.eps=1e-4", "optimizer.lr=3e-2", "run.steps=3", "engine.guard=true", "logging.console=false"),
+    *("data.buckets=[[16, 16], [16, 32], [24, 16]]", "data.max_bad_fraction=0.4", "data.crop=random"),
+]
+SIZES = [(20, 20), (30, 50), (36, 20)]  # of the files
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """22 captioned images in three shapes; two of them are broken behind their header."""
+    folder = tmp_path_factory.mktemp("mixed")
+    for i in range(22):
+        pixels = np.random.default_rng(i).integers(0, 256, (*SIZES[i % 3], 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i:02}.png")
+        (folder / f"{i:02}.json").write_text(json.dumps({"prompt": f"noise number {i % 4}"}))
+    for i in (3, 10):
+        path = folder / f"{i:02}.png"
+        path.write_bytes(path.read_bytes()[:300])
+    return folder
+
+
+@pytest.fixture
+def train(tiny_pipelines, tmp_path):
+    """Trains a tiny recipe on these ranks into tmp_path/NAME."""
+
+    def run(ranks, name, recipe, *overrides, stop_at=None, family="sd3"):
+        places = [f"run.output_dir={tmp_path / name}", f"model.path={tiny_pipelines(family)}"]
+        words = [*places, *COMMON, *overrides]
+        return ranks.run(train_on_rank, recipe=str(RECIPES / f"{recipe}.yaml"), overrides=words, stop_at=stop_at)
+
+    return run
+
+
+def units(samples, unit, count):
+    """The buckets of the first so many units of a run."""
+    buckets = Buckets(Framing(height=1, width=1), [(16, 16), (16, 32), (24, 16)])
+    order = BucketOrder([buckets.index_of(s.media) for s in samples], unit=unit, seed=0, shuffle=True)
+    return [order.place(unit * k).bucket for k in range(count)]
+
+
+def sizes_logged(folder):
+    text = (folder / "logs" / "rank_0.log").read_text()
+    return text.split("samples by size: ")[1].splitlines()[0]
+
+
+def test_sft_of_mixed_shapes_does_not_depend_on_ranks_nor_on_where_it_is_continued(
+    one_rank, two_ranks, train, images, tmp_path
+):
+    sft = ["sd3_sft", f"data.path={images}", "engine.micro_batch_size=3", "engine.deepspeed=zero3"]
+    sft += ["validation.holdout=0.25", "validation.every=2", "sampling.eval_steps=1", "engine.max_forward_batch=5"]
+    train(one_rank, "one", *sft, "engine.gradient_accumulation=4")
+    train(two_ranks, "two", *sft, "engine.gradient_accumulation=2", stop_at=1)
+    train(two_ranks, "two", *sft, "engine.gradient_accumulation=2")
+    steps = [record for record in records(tmp_path / "two") if "sft/loss" in record]
+    assert steps[-1]["data/bad/decode"] > 0
+    assert_same_runs(tmp_path / "one", tmp_path / "two")
+    held_out = load_data(recipe_file.load(tmp_path / "one" / "recipe.yaml")).held_out
+    of_unit = units([s for s in PairedFolder(images, max_bad_fraction=0).samples if s not in held_out], 3, count=12)
+    # Micro-batches of one moment: in each step both ranks have two.
+    assert any(of_unit[k] != of_unit[k + 2] for step in range(3) for k in (4 * step, 4 * step + 1))
+    for name in ("one", "two"):
+        assert re.fullmatch(r"16 x 16: \d+, 16 x 32: \d+, 24 x 16: \d+", sizes_logged(tmp_path / name))
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_replica_see_one_size(one_rank, two_ranks, train, images, tmp_path):
+    sft = ["sd3_sft", f"data.path={images}", "engine.micro_batch_size=3", "engine.gradient_accumulation=2"]
+    sft += ["validation.holdout=0.25", "sampling.eval_steps=1"]
+    train(one_rank, "one", *sft)
+    train(two_ranks, "two", *sft, "engine.sequence_parallel=2")
+    assert_same_runs(tmp_path / "one", tmp_path / "two")
+
+
+def test_each_step_of_ddrl_has_one_size_on_all_ranks(one_rank, two_ranks, train, images, tmp_path):
+    ddrl = ["sd3_ddrl", f"data.path={images}", "engine.micro_batch_size=2", "engine.deepspeed=zero3"]
+    ddrl += ["rollout.prompts_per_step=3", "rollout.group_size=2", "algorithm.data_beta=0.5", "algorithm.kl_beta=0.1"]
+    ddrl += ["validation.at_start=false", "sampling.eval_steps=1", "data.crop=centre", "data.clip=centre"]
+    assert len(set(units(PairedFolder(images, max_bad_fraction=0).samples, 3, count=3))) > 1
+    train(one_rank, "one", *ddrl)
+    train(two_ranks, "two", *ddrl, f"data.cache_dir={tmp_path / 'cache'}", "data.cache_latents=true")
+    assert 1 < len(list((tmp_path / "cache" / "latents").rglob("*.safetensors"))) <= 9  # groups of the run
+    assert_same_runs(tmp_path / "one", tmp_path / "two")
+
+
+def test_videos_of_mixed_shapes_are_trained_with_kept_latents_as_without(one_rank, train, tmp_path):
+    folder = tmp_path / "clips"
+    folder.mkdir()
+    for i in range(6):
+        write_clip(folder / f"{i}.mp4", count=12, size=[(32, 32), (32, 64)][i % 2])
+        (folder / f"{i}.json").write_text(json.dumps({"prompt": f"fade number {i}"}))
+    sft = ["wan21_video_sft", f"data.path={folder}", "validation.path=null", "validation.holdout=0.4"]
+    sft += ["sampling={height: 32, width: 32, num_frames: 5, eval_steps: 1}", "data.buckets=auto", "data.fps=null"]
+    sft += ["data.crop=centre", "data.clip=centre", "engine.micro_batch_size=2", "engine.gradient_accumulation=2"]
+    train(one_rank, "plain", *sft, family="wan21")
+    kept = [f"data.cache_dir={tmp_path / 'cache'}", "data.cache_latents=true"]
+    train(one_rank, "first", *sft, *kept, family="wan21")
+    train(one_rank, "again", *sft, *kept, family="wan21")
+    for name in ("first", "again"):
+        assert_same_runs(tmp_path / "plain", tmp_path / name)

@@ -1,0 +1,90 @@
+"""Weights that each rank cuts out of the mapped files are those of a plain load, bit by bit, and so is a forward."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from distributed.training import small_recipe
+from families import CASES as FAMILIES
+from wfm_ds.derived import derive
+from wfm_ds.job import build_engine, freeze_base
+from wfm_ds.models import registry
+from wfm_ds.world import World
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# family, ZeRO, LoRA, dtype of training, dtype of the files
+CASES = [
+    ("sd3", "zero3", False, "bfloat16", "float32"),
+    ("sd3", "zero3", True, "float32", "bfloat16"),
+    ("sd3", "zero2", False, "bfloat16", "float32"),
+    ("wan22", "zero3", True, "bfloat16", "float32"),  # loaded for inference it keeps some weights in float32
+    ("cosmos25", "zero3", True, "bfloat16", "float32"),  # its text projection leaves the denoiser before that is cut
+]
+
+
+def load(folder, dtype, family, **options):
+    return registry.load(folder, dtype=DTYPES[dtype], device="cpu", **FAMILIES[family].load_options, **options)
+
+
+def recipe_of(config, lora, dtype):
+    return small_recipe(config, lora=lora, model={"dtype": dtype}, ema={"every": 1})
+
+
+def first_forward(model, family):
+    """The velocity of one fixed sample."""
+    shape = model.latent_shape(*FAMILIES[family].size)
+    latents = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return model.denoise(latents, torch.tensor([0.95]), model.encode_text(["a red cube"]), 0)
+
+
+def build_on_rank(folder, family, config, lora, dtype):
+    """The first forward in training, all weights of the base as training sees them, and their dtypes before."""
+    import deepspeed
+
+    world, recipe = World.join(), recipe_of(config, lora, dtype)
+    model = load(folder, dtype, family, mapped=True)
+    stored = sorted({str(parameter.dtype) for parameter in model.denoiser.parameters()})
+    engine = build_engine(model, recipe, derive(recipe, world.size), world, frozenset())
+    forward = first_forward(model, family)
+    weights = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            if "lora_" not in name:
+                weights[name.replace(".base_layer", "")] = parameter.detach().clone()
+    return {"forward": forward, "weights": weights, "stored": stored}
+
+
+def restored(folder, target, dtype):
+    """A copy of a pipeline folder with the denoisers' files in `dtype`."""
+    shutil.copytree(folder, target)
+    for file in target.glob("transformer*/*.safetensors"):
+        tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in load_file(file).items()}
+        file.unlink()  # it may be a link to the original
+        save_file(tensors, file, metadata={"format": "pt"})
+    return target
+
+
+def marked(case):
+    """The families beside SD3 run among the slow tests."""
+    family, config, lora, dtype, _ = case
+    marks = () if family == "sd3" else pytest.mark.slow
+    return pytest.param(case, marks=marks, id=f"{family}-{config}-{'lora' if lora else 'full'}-{dtype}")
+
+
+@pytest.mark.parametrize("case", [marked(case) for case in CASES])
+def test_shards_of_mapped_files_are_those_of_a_plain_load(case, two_ranks, tiny_pipelines, tmp_path):
+    family, config, lora, dtype, stored = case
+    folder = restored(tiny_pipelines(family), tmp_path / "base", stored)
+    model = load(folder, dtype, family)
+    freeze_base(model, recipe_of(config, lora, dtype))
+    for parameter in model.denoiser.parameters():  # training has no exceptions from its dtype
+        parameter.data = parameter.data.to(DTYPES[dtype])
+    weights, forward = dict(model.denoiser.named_parameters()), first_forward(model, family)
+    for rank in two_ranks.run(build_on_rank, folder=str(folder), family=family, config=config, lora=lora, dtype=dtype):
+        assert rank["stored"] == [f"torch.{stored}"]
+        assert rank["weights"].keys() == weights.keys()
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in rank["weights"].items())
+        assert torch.equal(rank["forward"], forward)

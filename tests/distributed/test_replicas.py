@@ -1,0 +1,127 @@
+"""Ranks in replicas: who is who, what a leader shares, and sums that count a replica's work once."""
+
+import numpy as np
+import pytest
+import torch
+
+from ranks import started
+from wfm_ds.errors import DataError, UserError
+from wfm_ds.guard import Guard
+from wfm_ds.world import World
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    with started(4, tmp_path_factory.mktemp("four_ranks")) as ranks:
+        yield ranks
+
+
+def places(sp):
+    world = World.join().in_replicas(sp)
+    return [world.sp_size, world.sp_rank, world.dp_size, world.dp_rank, float(world.is_leader)]
+
+
+def collectives(sp):
+    world = World.join().in_replicas(sp)
+    of_leader = torch.arange(6.0).view(2, 3) + world.rank if world.is_leader else None
+    own = np.full((2, 1), world.rank, np.uint8)
+    return {
+        "replica_sums": world.replica_sums({"work": 10.0**world.rank})["work"],
+        "sums": world.sums({"shards": 10.0**world.rank})["shards"],
+        "replica_gather": world.replica_gather([world.rank]),
+        "share": world.share({"rank": world.rank}),
+        "share_tensor": world.share_tensor(of_leader),
+        "arrays": [array.tolist() for array in world.replica_gather_arrays(own)] if world.is_leader else None,
+        "leaders": world.checked(lambda: world.rank, on="leaders"),
+    }
+
+
+def failing_leader(sp, rank):
+    """What each rank gets of an error on one of them."""
+    world = World.join().in_replicas(sp)
+
+    def read():
+        if world.rank == rank:
+            raise DataError(f"rank {rank} cannot read")
+        return world.rank
+
+    try:
+        return world.checked(read, on="leaders")
+    except DataError as error:
+        return f"itself: {error}"
+    except Exception as error:  # noqa: BLE001, the test looks at it
+        return f"{type(error).__name__}: {error}"
+
+
+def test_two_ranks_are_one_replica(two_ranks):
+    assert two_ranks.run(places, sp=1) == [[1, 0, 2, 0, 1.0], [1, 0, 2, 1, 1.0]]
+    assert two_ranks.run(places, sp=2) == [[2, 0, 1, 0, 1.0], [2, 1, 1, 0, 0.0]]
+
+
+@pytest.mark.slow
+def test_four_ranks_are_two_replicas_of_neighbours(four_ranks):
+    assert [answer[:4] for answer in four_ranks.run(places, sp=2)] == [
+        [2, 0, 2, 0],
+        [2, 1, 2, 0],
+        [2, 0, 2, 1],
+        [2, 1, 2, 1],
+    ]
+    for rank, found in enumerate(four_ranks.run(collectives, sp=2)):
+        leader = rank - rank % 2
+        assert (found["replica_sums"], found["sums"]) == (101.0, 1111.0)
+        assert found["replica_gather"] == [[0], [2]]
+        assert found["share"] == {"rank": leader}
+        assert found["share_tensor"].tolist() == (torch.arange(6.0).view(2, 3) + leader).tolist()
+        assert found["arrays"] == {0: [[[0], [0]], [[2], [2]]], 2: []}.get(rank)
+        assert found["leaders"] == (rank if rank == leader else None)
+    assert four_ranks.run(failing_leader, sp=2, rank=2)[:2] == ["UserError: rank 2 cannot read"] * 2
+
+
+def test_a_leader_shares_and_counts_for_its_replica(two_ranks):
+    for rank, found in enumerate(two_ranks.run(collectives, sp=2)):
+        assert (found["replica_sums"], found["sums"]) == (1.0, 11.0)
+        assert found["replica_gather"] == [[0]]
+        assert found["share"] == {"rank": 0}
+        assert found["share_tensor"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+        assert found["leaders"] == (None if rank else 0)
+    for rank, found in enumerate(two_ranks.run(collectives, sp=1)):
+        assert found["replica_sums"] == found["sums"] == 11.0
+        assert found["replica_gather"] == [[0], [1]]
+        assert found["share"] == {"rank": rank}
+
+
+def test_an_error_of_a_leader_is_every_ranks(two_ranks):
+    assert two_ranks.run(failing_leader, sp=2, rank=0) == ["UserError: rank 0 cannot read"] * 2
+    assert two_ranks.run(failing_leader, sp=2, rank=1) == [0, None]  # rank 1 does not read
+
+
+def test_replicas_must_come_out_even(two_ranks):
+    for message in two_ranks.run(uneven):
+        assert message == "engine.sequence_parallel = 3 does not divide the 2 ranks; use one of 1, 2"
+
+
+def uneven():
+    try:
+        World.join().in_replicas(3)
+    except UserError as error:
+        return str(error)
+
+
+def guarded(sp, apart):
+    """The message of the guard on ranks whose inputs differ by `apart` in the last bits."""
+    world = World.join().in_replicas(sp)
+    guard = Guard(world, timeout_s=60)
+    latents = torch.ones(2, 3) + (2**-23 * apart if world.rank else 0)
+    try:
+        guard.check("train", True, inputs=(latents, torch.tensor([0.5])))
+        guard.check("train", True, inputs=(torch.ones(1, dtype=torch.bfloat16),))
+    except RuntimeError as error:
+        return str(error)
+    return "agreed"
+
+
+def test_the_guard_compares_the_inputs_of_a_replica(two_ranks):
+    assert two_ranks.run(guarded, sp=2, apart=0) == ["agreed"] * 2
+    assert two_ranks.run(guarded, sp=1, apart=1) == ["agreed"] * 2  # two replicas, two samples
+    for message in two_ranks.run(guarded, sp=2, apart=1):
+        assert message.startswith("forward 1 ('train', True): the ranks of the replicas [0] hold different inputs")

@@ -1,0 +1,77 @@
+"""Ranks that share the tokens of each sample train like one process with plain torch, at every ZeRO stage."""
+
+import functools
+
+import pytest
+
+from distributed.sequence_sharing import assert_same_training, train_alone, train_on_ranks
+from ranks import started
+
+SLOW = pytest.mark.slow
+LORA = pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+FAMILIES = ("sana", "sana_video", "wan21", "wan22_ti2v", "cosmos25")
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    with started(4, tmp_path_factory.mktemp("four_ranks")) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_pipelines):
+    """What train_alone gives, computed once per setting."""
+    return functools.cache(lambda family, lora: train_alone(family, tiny_pipelines(family), lora))
+
+
+@pytest.fixture
+def assert_alike(alone, tiny_pipelines):
+    """Trains on ranks, and compares with one process."""
+
+    def check(ranks, family, lora, scale=1.0, **setting):
+        folder = str(tiny_pipelines(family))
+        parts = ranks.run(train_on_ranks, family=family, folder=folder, lora=lora, **setting)
+        assert_same_training(parts, alone(family, lora), scale)
+
+    return check
+
+
+@LORA
+@pytest.mark.parametrize("config", ["zero1", "zero2", "zero3"])
+def test_a_replica_of_two_ranks_trains_like_one_process(two_ranks, assert_alike, config, lora):
+    assert_alike(two_ranks, "sd3", lora, config=config, sp=2)
+
+
+@pytest.mark.parametrize(("config", "lora"), [("zero2", True), ("zero3", False)])
+def test_gradient_checkpointing_exchanges_again_and_changes_nothing(two_ranks, assert_alike, config, lora):
+    assert_alike(two_ranks, "sd3", lora, config=config, sp=2, checkpointing=True)
+
+
+@pytest.mark.parametrize(("config", "lora"), [("zero2", True), ("zero3", False)])
+def test_scaled_by_replicas_instead_of_ranks_the_gradient_is_one_half(two_ranks, assert_alike, config, lora):
+    assert_alike(two_ranks, "sd3", lora, config=config, sp=2, scale_by_replicas=True, scale=0.5)
+
+
+@SLOW
+@LORA
+@pytest.mark.parametrize("config", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("sp", [1, 2], ids=["dp4", "dp2 sp2"])
+def test_four_ranks_in_any_shape_train_like_one_process(four_ranks, assert_alike, sp, config, lora):
+    assert_alike(four_ranks, "sd3", lora, config=config, sp=sp)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_trains_adapters_like_one_process(two_ranks, assert_alike, family):
+    assert_alike(two_ranks, family, True, config="zero2", sp=2)
+
+
+@SLOW
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_trains_all_weights_like_one_process(two_ranks, assert_alike, family):
+    assert_alike(two_ranks, family, False, config="zero3", sp=2, checkpointing=True)
+
+
+@SLOW
+@pytest.mark.parametrize(("config", "lora"), [("zero2", False), ("zero3", True)])
+def test_two_experts_train_like_one_process(two_ranks, assert_alike, config, lora):
+    assert_alike(two_ranks, "wan22", lora, config=config, sp=2)

@@ -1,0 +1,311 @@
+"""Transformers shared by ranks against the same in one process: outputs, and gradients summed over the ranks."""
+
+import contextlib
+import copy
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import ContextParallelConfig
+
+from distributed.sharing import CASES, built, difference, errors, forwards, run
+from ranks import started
+from wfm_ds.errors import UserError
+from wfm_ds.models.experts import Experts
+from wfm_ds.ulysses import cosmos25, exchange, hooks, sana, sana_video, wan
+from wfm_ds.ulysses.groups import sequence_group
+from wfm_ds.ulysses.install import families, install
+
+FORWARD, GRADIENT = 1e-5, 2e-5
+VARIANTS = {
+    "full": {},
+    "full, checkpointed": {"checkpointing": True},
+    "lora": {"lora": True},
+    "lora, checkpointed": {"lora": True, "checkpointing": True},
+}
+MAIN = ("sd3", "wan, times of tokens", "cosmos25", "sana", "sana_video, times of tokens")
+NAMES = [name if name in MAIN else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+
+
+@pytest.fixture(scope="module")
+def three_ranks(tmp_path_factory):
+    with started(3, tmp_path_factory.mktemp("three_ranks")) as ranks:
+        yield ranks
+
+
+def variants_on_rank(name):
+    """Shares that differ, in all variants; equal ones, of a batch of one."""
+    case = CASES[name]
+    found = {variant: errors(name, case.sizes, **options) for variant, options in VARIANTS.items()}
+    return {**found, "even": errors(name, [case.even], batch=1, heads=6)}
+
+
+def require_equal(found):
+    for variant, error in found.items():
+        assert error["forward"] <= FORWARD, (variant, error)
+        assert error["gradient"] <= GRADIENT, (variant, error)
+        assert error["compared"] > 10
+
+
+def test_every_family_is_among_the_cases():
+    assert {type(built(case)) for case in CASES.values()} == families().keys()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_ranks_equal_one_process(name, two_ranks):
+    for found in two_ranks.run(variants_on_rank, name=name):
+        require_equal(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_three_ranks_equal_one_process(name, three_ranks):
+    for found in three_ranks.run(variants_on_rank, name=name):
+        require_equal(found)
+
+
+def experts_on_rank():
+    """Two transformers in one module, called in turn with other shapes, before one backward pass."""
+    case = CASES["wan"]
+
+    def turns(module):
+        networks = module.networks
+        first, loss = forwards(networks[0], case, case.sizes[:1])
+        second, further = forwards(networks[1], case, case.sizes[1:])
+        third, last = forwards(networks[0], case, case.sizes[1:], seed=2)
+        (loss + further + last).backward()
+        outputs = [output.detach() for output in (*first, *second, *third)]
+        return outputs, {name: p.grad for name, p in module.named_parameters()}
+
+    whole = Experts({f"expert_{i}": built(case, checkpointing=True, seed=i) for i in range(2)})
+    shared = copy.deepcopy(whole)
+    install(shared, dist.group.WORLD)
+    return {"experts": difference(turns(shared), turns(whole))}
+
+
+def test_transformers_in_one_module_do_not_mix_up_their_shares(two_ranks):
+    for found in two_ranks.run(experts_on_rank):
+        require_equal(found)
+
+
+def oracle_on_rank():
+    """diffusers' own context parallelism, which shares equally or not at all."""
+    case, sizes = CASES["wan"], [(4, 2, 2)]
+    ours = built(case, heads=4)
+    theirs = copy.deepcopy(ours)
+    with mock.patch("torch.accelerator.device_count", return_value=2):  # it divides by their number
+        theirs.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2))
+    install(ours, dist.group.WORLD)
+    outputs, gradients = run(theirs, case, sizes)
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+    return {"oracle": difference(run(ours, case, sizes), (outputs, gradients))}
+
+
+def test_wan_equals_diffusers_context_parallelism(two_ranks):
+    for found in two_ranks.run(oracle_on_rank):
+        require_equal(found)
+
+
+def sum_in_forward_only(x, group):
+    total = x.detach().clone()
+    dist.all_reduce(total, group=group)
+    return x + (total - x).detach()
+
+
+def zero_lines(x, group):
+    return torch.nn.functional.pad(x, (0, 0, 1, 1))
+
+
+def first_rows(x, dim, lengths, group):
+    return x.narrow(dim, 0, lengths[dist.get_rank(group)])
+
+
+MISTAKES = {
+    "the state of SANA, summed in the forward pass only": ("sana", sana, "sum_over_ranks", sum_in_forward_only),
+    "the states of SANA-Video, likewise": ("sana_video", sana_video, "sum_over_ranks", sum_in_forward_only),
+    "no row of the neighbour": ("sana", hooks, "halo", zero_lines),
+    "no frame of the neighbour": ("sana_video", hooks, "halo", zero_lines),
+    "every rank's tokens at the first positions, Wan": ("wan", wan, "own", first_rows),
+    "every rank's tokens at the first positions, Cosmos": ("cosmos25", cosmos25, "own", first_rows),
+}
+
+
+def mistake_on_rank(mistake):
+    name, module, function, wrong = MISTAKES[mistake]
+    with mock.patch.object(module, function, wrong):
+        return errors(name, CASES[name].sizes)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_comparison_sees_mistakes(mistake, two_ranks):
+    error = two_ranks.run(mistake_on_rank, mistake=mistake)[1]
+    assert error["gradient"] > 1000 * GRADIENT
+    assert (error["forward"] > 100 * FORWARD) != ("summed" in mistake or "likewise" in mistake)
+
+
+@contextlib.contextmanager
+def counted(calls):
+    """Adds the name of each collective of torch.distributed to `calls`, and whether its shares are equal."""
+
+    def wrapped(name):
+        stock = getattr(dist, name)
+
+        def collective(*args, **kwargs):
+            calls.append(name if len(args) < 3 else f"{name}, uneven")
+            return stock(*args, **kwargs)
+
+        return mock.patch.object(exchange.dist, name, collective)
+
+    with wrapped("all_to_all_single"), wrapped("all_reduce"):
+        yield
+
+
+def collectives_on_rank(name, size, **options):
+    case, calls = CASES[name], {"forward": [], "backward": [], "without gradient": []}
+    transformer = built(case, **options)
+    install(transformer, dist.group.WORLD)
+    with counted(calls["forward"]):
+        outputs, loss = forwards(transformer, case, [size])
+    with counted(calls["backward"]):
+        loss.backward()
+    with torch.no_grad(), counted(calls["without gradient"]):
+        again, _ = forwards(transformer, case, [size])
+    assert torch.equal(again[0], outputs[0])
+    assert calls["without gradient"] == calls["forward"]
+    return {way: {kind: calls[way].count(kind) for kind in set(calls[way])} for way in ("forward", "backward")}
+
+
+EVEN, UNEVEN = "all_to_all_single", "all_to_all_single, uneven"
+# Two blocks each. An attention is two exchanges, also of image and text together; the output is one more.
+COLLECTIVES = {
+    "sd3, whose first block has an attention of the image besides": (
+        {"name": "sd3", "size": (4, 6, 12), "heads": 6},
+        {"forward": {EVEN: 7}, "backward": {EVEN: 6}},
+    ),
+    "wan": (
+        {"name": "wan", "size": (6, 2, 3), "heads": 6},
+        {"forward": {EVEN: 5}, "backward": {EVEN: 4}},
+    ),
+    "wan, recomputed, in shares that differ": (
+        {"name": "wan", "size": (5, 1, 5), "heads": 5, "checkpointing": True},
+        {"forward": {UNEVEN: 5}, "backward": {UNEVEN: 8}},
+    ),
+    "sana": (
+        {"name": "sana", "size": (5, 3)},
+        {"forward": {"all_reduce": 2, UNEVEN: 3}, "backward": {"all_reduce": 2, UNEVEN: 2}},
+    ),
+    "sana_video": (
+        {"name": "sana_video", "size": (5, 1, 5)},
+        {"forward": {"all_reduce": 2, UNEVEN: 3}, "backward": {"all_reduce": 2, UNEVEN: 2}},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", COLLECTIVES)
+def test_collectives_are_as_few_as_can_be(case, two_ranks):
+    arguments, expected = COLLECTIVES[case]
+    assert two_ranks.run(collectives_on_rank, **arguments) == [expected] * 2
+
+
+def low_precision_on_rank(name):
+    """Errors of bfloat16, of the whole against float32 and of shares against the whole."""
+    case = CASES[name]
+    exact = built(case)
+    whole = copy.deepcopy(exact).to(torch.bfloat16)
+    shared = copy.deepcopy(whole)
+    install(shared, dist.group.WORLD)
+    inputs = case.inputs(torch.Generator().manual_seed(0), *case.sizes[0])
+    low = {name: low_precision(name, argument) for name, argument in inputs.items()}
+    with torch.no_grad():
+        outputs = [
+            module(**given, return_dict=False)[0] for module, given in ((exact, inputs), (whole, low), (shared, low))
+        ]
+    assert [output.dtype for output in outputs] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    exact_output, whole_output, shared_output = (output.float() for output in outputs)
+    return [float((whole_output - exact_output).abs().max()), float((shared_output - whole_output).abs().max())]
+
+
+def low_precision(name, argument):
+    return argument if name == "timestep" or not argument.is_floating_point() else argument.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", MAIN)
+def test_low_precision_loses_no_more_in_shares(name, two_ranks):
+    for of_whole, of_shares in two_ranks.run(low_precision_on_rank, name=name):
+        assert of_shares <= 2 * of_whole
+
+
+def refusals_on_rank():
+    """What install, or the first forward after it, says to each."""
+
+    def attempt(name, size=None, change=lambda transformer: None, heads=5, **arguments):
+        transformer = built(CASES[name], heads=heads)
+        change(transformer)
+        try:
+            install(transformer, dist.group.WORLD)
+            transformer(**CASES[name].inputs(torch.Generator(), *(size or CASES[name].even)), **arguments)
+        except UserError as error:
+            return str(error)
+        return "no error"
+
+    def fuse(transformer):
+        for block in transformer.blocks:
+            block.attn1.fuse_projections()
+
+    def share(transformer):
+        install(transformer, dist.group.WORLD)
+
+    residuals = [torch.zeros(())]
+    return {
+        "fused": attempt("wan", change=fuse),
+        "twice": attempt("sana", change=share),
+        "one head": attempt("cosmos25", heads=1),
+        "residuals": attempt("sd3", block_controlnet_hidden_states=residuals),
+        "residuals of sana": attempt("sana", controlnet_block_samples=residuals),
+        "mask": attempt("sana_video", attention_mask=torch.ones(2, 36)),
+        "one row": attempt("sana", size=(1, 5)),
+        "one frame": attempt("sana_video", size=(1, 4, 4)),
+        "one word": attempt("sd3", size=(4, 4, 1)),
+        "one token": attempt("wan", size=(1, 1, 1)),
+    }
+
+
+REFUSALS = {
+    "fused": "WanTransformer3DModel cannot share its tokens among ranks: blocks.0.attn1 has fused projections; call "
+    "unfuse_qkv_projections() first",
+    "twice": "SanaTransformer2DModel cannot share its tokens among ranks: its attention runs LinearAttention, not "
+    "SanaLinearAttnProcessor2_0",
+    "one head": "engine.sequence_parallel = 2 exceeds the number of attention heads of CosmosTransformer3DModel, 1; "
+    "set it to 1 or less",
+    "residuals": "SD3Transformer2DModel cannot share its tokens among ranks: ControlNet residuals "
+    "(block_controlnet_hidden_states) are not supported",
+    "residuals of sana": "SanaTransformer2DModel cannot share its tokens among ranks: ControlNet residuals "
+    "(controlnet_block_samples) are not supported",
+    "mask": "SanaVideoTransformer3DModel cannot share its tokens among ranks: masks of self-attention (attention_mask) "
+    "are not supported",
+    "one row": "engine.sequence_parallel = 2 exceeds the number of rows of patches, 1; set it to 1 or less",
+    "one frame": "engine.sequence_parallel = 2 exceeds the number of latent frames, 1; set it to 1 or less",
+    "one word": "engine.sequence_parallel = 2 exceeds the number of text tokens, 1; set it to 1 or less",
+    "one token": "engine.sequence_parallel = 2 exceeds the number of tokens, 1; set it to 1 or less",
+}
+
+
+def test_what_cannot_be_shared_is_said(two_ranks):
+    for messages in two_ranks.run(refusals_on_rank):
+        assert messages == REFUSALS
+
+
+def groups_on_rank():
+    return {"size": dist.get_world_size(sequence_group(2)), "alone": dist.get_world_size(sequence_group(1))}
+
+
+def refused_group_on_rank():
+    with pytest.raises(UserError, match=r"engine\.sequence_parallel = 3 does not divide the 2 ranks; use one of 1, 2"):
+        sequence_group(3)
+
+
+def test_groups_are_neighbours_and_come_out_even(two_ranks):
+    assert two_ranks.run(groups_on_rank) == [{"size": 2, "alone": 1}] * 2
+    two_ranks.run(refused_group_on_rank)

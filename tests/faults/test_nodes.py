@@ -1,0 +1,166 @@
+"""A run of two machines, both this one: a hostfile of two nodes, each started by its own command, as SLURM would."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from distributed.resuming import train_on_rank
+from distributed.same_runs import assert_same_runs
+from wfm_ds.data.digits import write_digits
+from wfm_ds.heartbeat import EXIT_S, SILENT_S
+from wfm_ds.world import free_port
+
+ROOT = Path(__file__).parent.parent.parent
+WAIT_S = 300.0
+NUM_IMAGES = 40
+END_S = 60.0  # from the death of one node to the end of the other
+
+pytestmark = pytest.mark.slow
+
+
+class Nodes:
+    """Two nodes of one rank each; what they print, and how they end."""
+
+    def __init__(self, folder, *overrides):
+        self.folder, self.logs = folder, [folder / f"node_{node}.log" for node in (0, 1)]
+        (folder / "hosts").write_text("node-a slots=1\nnode-b slots=1\n")
+        line = ["--hostfile", str(folder / "hosts"), "--no_ssh", "--master_addr", "127.0.0.1"]
+        line += ["--master_port", str(free_port())]
+        what = ["-m", "wfm_ds.train", *overrides]
+        self.processes = []
+        for node, log in enumerate(self.logs):
+            with log.open("wb") as out:
+                command = [sys.executable, "-m", "wfm_ds.launch", *line, "--node_rank", str(node), *what]
+                process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+            self.processes.append(process)
+
+    def wait_for(self, path):
+        until_s = time.monotonic() + WAIT_S
+        while not path.exists():
+            assert all(process.poll() is None for process in self.processes), self.printed()
+            assert time.monotonic() < until_s, self.printed()
+            time.sleep(0.2)
+
+    def of_node(self, node):
+        """The processes of a node, the rank last."""
+        command = psutil.Process(self.processes[node].pid)
+        return sorted([command, *command.children(recursive=True)], key=lambda process: process.create_time())
+
+    def codes(self, timeout_s=WAIT_S):
+        until_s = time.monotonic() + timeout_s
+        return [process.wait(max(0.0, until_s - time.monotonic())) for process in self.processes]
+
+    def printed(self):
+        return "\n".join(log.read_text(errors="replace") for log in self.logs)
+
+    def end(self):
+        for node, process in enumerate(self.processes):
+            if process.poll() is None:
+                for part in self.of_node(node):
+                    part.kill()
+            process.wait()
+
+
+@pytest.fixture
+def nodes(tiny_pipelines, tmp_path):
+    started = []
+    write_digits(tmp_path / "digits")
+    images = sorted((tmp_path / "digits" / "images").iterdir())
+    for file in images[2 * NUM_IMAGES :]:  # each has a caption beside it
+        file.unlink()
+    common = [
+        str(ROOT / "recipes" / "tiny" / "sd3_sft_lora.yaml"),
+        f"model.path={tiny_pipelines('sd3')}",
+        f"data.path={tmp_path / 'digits' / 'images'}",
+        f"run.output_dir={tmp_path / 'out'}",
+    ]
+
+    def start(*overrides):
+        started.append(Nodes(tmp_path, *common, *overrides))
+        return started[-1]
+
+    yield start
+    for both in started:
+        both.end()
+
+
+ENDLESS = ("run.steps=100000", "checkpoint.every=2")
+
+
+def result(folder):
+    return json.loads((folder / "out" / "result.json").read_text())
+
+
+def test_two_nodes_train_as_two_ranks_of_one_node(nodes, two_ranks, tiny_pipelines, tmp_path):
+    both = nodes("optimizer.eps=1e-4")
+    assert both.codes() == [0, 0], both.printed()
+    two_ranks.run(
+        train_on_rank,
+        recipe=str(ROOT / "recipes" / "tiny" / "sd3_sft_lora.yaml"),
+        overrides=[
+            f"model.path={tiny_pipelines('sd3')}",
+            f"data.path={tmp_path / 'digits' / 'images'}",
+            f"run.output_dir={tmp_path / 'one'}",
+            "optimizer.eps=1e-4",
+        ],
+    )
+    assert_same_runs(tmp_path / "one", tmp_path / "out")
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_dead_node_ends_the_other_which_names_it(nodes, tmp_path, dead):
+    both = nodes(*ENDLESS)
+    both.wait_for(tmp_path / "out" / "checkpoints" / "step_2" / "COMPLETE")
+    parts = both.of_node(dead)
+    for part in parts:
+        part.kill()
+    assert both.processes[1 - dead].wait(END_S) == 1, both.printed()
+    said = both.logs[1 - dead].read_text()
+    assert f"the run ends: rank {dead} (" in said
+    assert "gone: its connection closed" in said
+    if dead == 1:  # rank 0 writes it
+        assert f"process {parts[-1].pid} on" in result(tmp_path)["message"]
+        assert result(tmp_path)["status"] == "failed"
+
+
+def test_sigterm_to_one_node_saves_and_ends_both(nodes, tmp_path):
+    both = nodes(*ENDLESS)
+    both.wait_for(tmp_path / "out" / "checkpoints" / "step_2" / "COMPLETE")
+    both.processes[1].send_signal(signal.SIGTERM)
+    assert both.codes() == [0, 0], both.printed()
+    assert result(tmp_path)["status"] == "preempted"
+    step = result(tmp_path)["step"]
+    assert (tmp_path / "out" / "checkpoints" / f"step_{step}" / "COMPLETE").is_file()
+
+
+def test_a_rank_that_hangs_is_named_after_the_minutes_of_the_recipe(nodes, tmp_path):
+    """It reads a file that never comes: its process lives and its heart beats."""
+    both = nodes(*ENDLESS, "engine.timeout_minutes=0.5", "validation.holdout=0")
+    both.wait_for(tmp_path / "out" / "checkpoints" / "step_2" / "COMPLETE")
+    image = min((tmp_path / "digits" / "images").glob("*.png"))
+    image.unlink()
+    os.mkfifo(image)
+    assert both.codes() == [1, 1], both.printed()
+    (verdict,) = set(re.findall(r"the run ends: (rank [01] .*)", both.printed()))
+    assert re.match(r"rank [01] \(process \d+ on \S+\) is stuck: no progress for 3\d s at a reduction of .*", verdict)
+    assert verdict.endswith("; the others are further and wait")
+    assert "most recent call first" in both.printed()
+
+
+def test_a_stopped_rank_is_named(nodes, tmp_path):
+    both = nodes(*ENDLESS)
+    both.wait_for(tmp_path / "out" / "checkpoints" / "step_2" / "COMPLETE")
+    rank = both.of_node(1)[-1]
+    os.kill(rank.pid, signal.SIGSTOP)
+    assert both.processes[0].wait(SILENT_S + EXIT_S + END_S) == 1, both.printed()
+    said = both.logs[0].read_text()
+    assert f"the run ends: rank 1 (process {rank.pid} on" in said
+    assert "gone: no sign of life for" in said

@@ -1,0 +1,87 @@
+"""A storage that is gone in the middle of a run: the run goes on, says what is missing, and sends it when it can."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import s3
+from distributed.resuming import ROOT, settings
+from wfm_ds import transfer
+from wfm_ds.checkpoint import remote, store
+from wfm_ds.data.digits import write_digits
+
+DEADLINE_S = 300.0
+
+
+@pytest.fixture
+def proxy(monkeypatch):
+    for name in s3.VARIABLES:
+        monkeypatch.setenv(name, "")  # put back after the test
+    with s3.s3_server() as (url, _):
+        one = s3.FaultyProxy(url)
+        s3.use(one.url)
+        yield one
+        one.close()
+
+
+def command(recipe, overrides):
+    words = [sys.executable, "-m", "wfm_ds.train", recipe, *overrides]
+    return subprocess.run(
+        words, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+
+
+@pytest.mark.slow
+def test_a_run_outlives_its_storage_and_the_same_command_sends_the_rest(proxy, tiny_pipelines, tmp_path):
+    out, address = tmp_path / "out", f"s3://{s3.BUCKET}/run"
+    write_digits(tmp_path / "digits")
+    changes = [f"checkpoint.storage={address}", "checkpoint.storage_timeout_s=3", "checkpoint.keep=1"]
+    run = settings(
+        "sft lora zero2",
+        out,
+        model=tiny_pipelines("sd3"),
+        digits=tmp_path / "digits",
+        changes=[*changes, "checkpoint.every=1", "run.steps=3", "logging.console=true"],
+    )
+    proxy.gone_at, proxy.pass_first = b"/checkpoints/", 1
+    ended = command(**run)
+    assert ended.returncode == 1, ended.stderr
+    said = [line for line in ended.stderr.splitlines() if "has not got all of this run" in line]
+    assert len(said) == 1
+    assert f"are in {out} alone; start the same command again to copy them" in said[0]
+    result = json.loads((out / "result.json").read_text())
+    assert (result["status"], result["step"]) == ("finished", 3)
+    assert "checkpoints/step_3" in result["storage"]["missing"]
+    # checkpoint.keep is 1, and none of them is anywhere else.
+    assert sorted(store.steps(out / "checkpoints")) == [1, 2, 3]
+    assert all(store.read(out / "checkpoints" / f"step_{step}") for step in (1, 2, 3))
+    proxy.come_back()
+    assert remote.newest(f"{address}/checkpoints") is None
+    assert any(name.startswith("checkpoints/") for name in transfer.listing(address))  # half of one
+
+    ended = command(**run)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads((out / "result.json").read_text())["storage"]["missing"] == []
+    assert transfer.read_text(f"{address}/result.json") == (out / "result.json").read_text()
+    assert remote.newest(f"{address}/checkpoints").step == 3
+    assert store.steps(out / "checkpoints") == [3]
+
+
+@pytest.mark.slow
+def test_a_storage_that_refuses_ends_the_run_before_it_begins(proxy, tiny_pipelines, tmp_path):
+    out = tmp_path / "out"
+    write_digits(tmp_path / "digits")
+    run = settings(
+        "sft lora zero2",
+        out,
+        model=tiny_pipelines("sd3"),
+        digits=tmp_path / "digits",
+        changes=["checkpoint.storage=s3://nobodys/run"],
+    )
+    ended = command(**run)
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("error: s3://nobodys/run")
+    assert "there is no such bucket" in ended.stderr
+    assert not out.exists()

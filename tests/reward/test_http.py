@@ -1,0 +1,457 @@
+"""The HTTP port of a real service, asked over real connections: scores, tokens, limits, and what is shown."""
+
+import base64
+import io
+import json
+import os
+import socket
+import stat
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
+
+from reward_http import TIMEOUT_S, TOKEN, Http, enqueue_body, serving
+from wfm_ds.errors import RewardError
+from wfm_ds.recipe import RewardRecipe
+from wfm_ds.rollout.rewards import RewardClient
+from wfm_ds.types import MediaBatch
+from wfm_reward.config import HttpConfig
+from wfm_reward.web.access import service_token
+
+PROBES = Path(__file__).parent
+BRIGHTNESS, MOODY, SLOW = "probe_rewards:Brightness", "probe_rewards:Moody", "probe_rewards:Other"
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    """One for the tests that do not harm it: its process, what it said, its folder."""
+    folder = tmp_path_factory.mktemp("http")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)
+        token_file = folder / "token"
+        token_file.write_text(f"{TOKEN}\n")
+        token_file.chmod(0o600)
+        config = {
+            "http": {"bind": "127.0.0.1:0", "token_file": "token", "max_body_mib": 4, "max_pending_mib": 8,
+                     "pull_wait_s": 0.3, "timeout_s": 30},
+            "rewards": {
+                BRIGHTNESS: {"workers": 2, "max_batch": 4, "max_wait_ms": 50},
+                MOODY: {},
+                SLOW: {"max_batch": 1, "options": {"seconds": 1.0}},
+                "jpeg_incompressibility": {},
+                "motion": {},
+            },
+        }  # fmt: skip
+        with serving(folder, config) as (process, said):
+            yield process, said, folder
+
+
+@pytest.fixture
+def http(service):
+    return Http(service[1]["http"])
+
+
+def images(count, seed=0, size=8):
+    return np.random.default_rng(seed).integers(0, 256, (count, size, size, 3), dtype=np.uint8)
+
+
+def asked(count, *rewards, **more):
+    return {"prompts": ["a cat"] * count, "reward_fn": dict.fromkeys(rewards, 1.0), "media_type": "image", **more}
+
+
+# Cosmos-RL's protocol
+
+
+def test_images_come_back_with_the_scores_of_each_reward(http):
+    media = images(10)
+    fields = asked(10, BRIGHTNESS, "jpeg_incompressibility", ignored=0.0)
+    fields["reward_fn"]["no_such"] = 0
+    status, content, _ = http.enqueue(fields, media)
+    assert status == 200
+    answers = {}
+    for name in (BRIGHTNESS, "jpeg_incompressibility"):
+        while name not in answers:
+            status, answer, _ = http.pull(content["uuid"], name)
+            assert status in (200, 400)
+            answers |= {name: answer} if status == 200 else {}
+    bright = answers[BRIGHTNESS]
+    assert bright["type"] == BRIGHTNESS
+    assert bright["scores"]["brightness"] == pytest.approx(list(media.mean(axis=(1, 2, 3)) / 255))
+    assert bright["scores"]["darkest"] == [float(m.min()) for m in media]
+    info = bright["input_info"]
+    assert (info["shape"], info["dtype"]) == ([10, 8, 8, 3], "torch.uint8")
+    assert (info["min"], info["max"]) == (f"{media.min():.3f}", f"{media.max():.3f}")
+    assert float(bright["duration"]) >= 0
+    assert "failures" not in bright
+    assert http.pull(content["uuid"], BRIGHTNESS)[1] == bright, "to pull changes nothing"
+
+
+def test_scores_equal_those_that_a_trainer_gets_over_zeromq(http, service):
+    media = images(5, seed=1)
+    recipe = RewardRecipe(functions=[{"name": "jpeg_incompressibility"}], spawn=False, endpoint=service[1]["pipes"])
+    client = RewardClient(recipe.endpoint, recipe, "run", "rank0")
+    ids = [f"s{i}" for i in range(5)]
+    client.submit(MediaBatch(media=media, sample_ids=ids, prompts=["a cat"] * 5, metadata=[{}] * 5))
+    want = [scores["jpeg_incompressibility"].value for scores in client.wait().values()]
+    client.close()
+    got = http.scores(asked(5, "jpeg_incompressibility"), media, "jpeg_incompressibility")
+    assert got["scores"]["jpeg_incompressibility"] == want
+
+
+def test_videos_come_channels_first_with_their_speed(http):
+    video = np.zeros((1, 3, 4, 8, 8), np.uint8)
+    video[:, :, 1::2] = 255
+    fields = {"prompts": ["x"], "reward_fn": {"motion": 1}, "media_type": "video", "video_infos": [{"video_fps": 16.0}]}
+    answer = http.scores(fields, video, "motion")
+    assert answer["scores"]["motion"] == [1.0]
+    assert answer["input_info"]["video_infos"] == [{"video_fps": 16.0}]
+
+
+def test_an_item_that_fails_is_null_and_its_neighbours_are_scored(http):
+    fields = asked(3, MOODY) | {"prompts": ["fine", "refuse", "fine"]}
+    answer = http.scores(fields, images(3), MOODY)
+    bad, good = answer["scores"]["brightness"][1], answer["scores"]["brightness"][::2]
+    assert bad is None
+    assert all(isinstance(value, float) for value in good)
+    assert answer["failures"] == [{"index": 1, "reason": "nothing to see"}]
+
+
+def test_a_pull_before_the_scores_are_there_is_to_be_repeated(http):
+    status, content, _ = http.enqueue(asked(2, SLOW, BRIGHTNESS), images(2))
+    assert status == 200
+    status, answer, _ = http.pull(content["uuid"], SLOW)
+    assert (status, answer["error"]["code"]) == (400, "not_ready")
+    assert http.scores(asked(1, BRIGHTNESS), images(1), BRIGHTNESS)["scores"]
+    while (status := http.pull(content["uuid"], SLOW)[0]) == 400:
+        pass
+    assert status == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "array", "status", "says"),
+    [
+        (asked(2, BRIGHTNESS), images(1), 422, "2 prompts for 1 items"),
+        (asked(1, "no_such"), images(1), 422, "no reward 'no_such' here; there are probe_rewards:Brightness"),
+        (asked(1), images(1), 422, "names no reward with a weight above 0"),
+        (asked(1, BRIGHTNESS, media_type="sound"), images(1), 422, "media_type 'sound' with uint8 [1, 8, 8, 3]"),
+        (asked(1, BRIGHTNESS, metadata=[1]), images(1), 422, "`metadata` must be a list of 1 maps"),
+        (asked(1, BRIGHTNESS, video_infos=[], media_type="video"), np.zeros((1, 3, 2, 4, 4), np.uint8), 422, "`video"),
+        (asked(1, BRIGHTNESS, media_type="latent"), np.zeros((1, 16, 2, 4, 4), np.float16), 422, "decodes no latents"),
+        (asked(1, BRIGHTNESS), images(1).astype(np.int64), 422, "an array of int64; send one of uint8"),
+        (asked(1, BRIGHTNESS), np.asfortranarray(images(1)), 422, "send one in C order"),
+        (asked(1, BRIGHTNESS), np.array([{"a": 1}], dtype=object), 422, "an array of object"),
+    ],
+)  # fmt: skip
+def test_a_wrong_request_is_one_sentence(http, fields, array, status, says):
+    got, content, _ = http.enqueue(fields, array)
+    assert got == status
+    assert says in content["message"]
+    assert content["error"]["detail"] == content["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        (b"", 422, "no newline after the JSON"),
+        (b"{}", 422, "no newline after the JSON"),
+        (b"[]\n", 422, "the first line is not a JSON object"),
+        (b"[" * 5000 + b"\n", 422, "the first line is not JSON"),
+        (b'{"prompts": []}\nPK\x03\x04 a zip file', 415, "this looks like torch.save"),
+        (b"{}\n\x93NUMPY\x01\x00\x10\x00{'descr': oops }", 422, "the .npy header cannot be read"),
+        (b"{}\n\x93NUMPY\x07\x00\x10\x00", 422, "the .npy header cannot be read"),
+        (enqueue_body(asked(1, BRIGHTNESS), images(1))[:-1], 422, "the body is cut off or too long"),
+        (enqueue_body(asked(1, BRIGHTNESS), images(1)) + b"!", 422, "the body is cut off or too long"),
+    ],
+)
+def test_a_body_that_is_none_is_one_sentence(http, body, status, says):
+    got, content, _ = http.post("/api/reward/enqueue", body)
+    assert (got, says in content["message"]) == (status, True), content
+
+
+def test_a_header_that_promises_ten_gigabytes_allocates_nothing(http, service):
+    header = b"{'descr': '|u1', 'fortran_order': False, 'shape': (10000, 1024, 1024, 1), }"
+    npy = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+    process = psutil.Process(service[0].pid)
+    before = process.memory_info().rss
+    got, content, _ = http.post("/api/reward/enqueue", json.dumps(asked(1, BRIGHTNESS)).encode() + b"\n" + npy)
+    assert (got, "0 bytes of data, uint8 [10000, 1024, 1024, 1] has 10485760000" in content["message"]) == (422, True)
+    assert process.memory_info().rss - before < 64 * MIB
+
+
+def test_unknown_jobs_and_types_are_told_apart(http):
+    assert http.pull("no-such", BRIGHTNESS)[1]["error"]["code"] == "unknown_uuid"
+    _, content, _ = http.enqueue(asked(1, BRIGHTNESS), images(1))
+    status, answer, _ = http.pull(content["uuid"], "ocr")
+    assert (status, answer["error"]["code"]) == (404, "unknown_type")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/ping"), ("POST", "/api/reward/ping"), ("POST", "/api/reward/pin")]
+)
+def test_ping(http, method, path):
+    form = b"info_data=%7B%7D" if method == "POST" else None
+    status, content, _ = http.ask(method, path, form, **{"Content-Type": "application/x-www-form-urlencoded"})
+    assert (status, content) == (200, {"message": "Ping request received"})
+
+
+# Tokens
+
+
+@pytest.mark.parametrize("token", [None, "wrong", TOKEN[:-1], f"{TOKEN}x", "", "caf\u00e9".encode().decode("latin1")])
+def test_nothing_but_health_is_answered_without_the_token(service, token):
+    stranger = Http(service[1]["http"], token)
+    for method, path in [
+        ("GET", "/"), ("GET", "/metrics"), ("GET", "/ping"), ("GET", "/api/rewards"), ("POST", "/api/reward/enqueue"),
+        ("POST", "/api/reward/pull"), ("POST", "/api/reward/ping"), ("POST", "/compute"), ("GET", "/no-such"),
+    ]:  # fmt: skip
+        status, content, headers = stranger.ask(method, path, b"x" if method == "POST" else None)
+        assert (path, status) == (path, 401)
+        assert headers["WWW-Authenticate"].startswith("Basic")
+        assert TOKEN not in content["message"]
+    assert stranger.get("/health")[:2] == (200, {"ready": True})
+
+
+def test_a_browser_sends_the_token_as_its_password(service):
+    stranger = Http(service[1]["http"], None)
+    for password, status in ((TOKEN, 200), ("wrong", 401)):
+        pair = base64.b64encode(f"me:{password}".encode()).decode()
+        assert stranger.ask("GET", "/api/rewards", Authorization=f"Basic {pair}")[0] == status
+
+
+def test_a_port_that_others_reach_needs_a_token(tmp_path):
+    with pytest.raises(RewardError, match=r"http\.bind is 0\.0\.0\.0:80, which others can reach: set http\.token_file"):
+        service_token(HttpConfig(bind="0.0.0.0:80"), tmp_path, {})
+    assert service_token(HttpConfig(bind="0.0.0.0:80"), tmp_path, {"WFM_REWARD_TOKEN": "t"}) == "t"
+    assert service_token(HttpConfig(bind="[::1]:80"), tmp_path, {}) is None
+
+
+def test_a_token_file_is_for_its_owner_alone(tmp_path):
+    token = tmp_path / "token"
+    config = HttpConfig(token_file=token)
+    with pytest.raises(RewardError, match="cannot be read"):
+        service_token(config, tmp_path, {})
+    token.write_text("secret")
+    token.chmod(0o640)
+    with pytest.raises(RewardError, match="others can read this token: chmod 600"):
+        service_token(config, tmp_path, {})
+    token.chmod(0o600)
+    assert service_token(config, tmp_path, {"WFM_REWARD_TOKEN": "other"}) == "secret"
+    token.write_text("\n")
+    with pytest.raises(RewardError, match="is empty"):
+        service_token(config, tmp_path, {})
+
+
+def test_the_token_is_nowhere_to_be_read(http, service):
+    _, _, folder = service
+    shown = [http.get("/")[1].decode(), http.get("/metrics")[1].decode()]
+    assert all(TOKEN not in text for text in [*shown, (folder / "service.log").read_text()])
+    pipes = json.loads((folder / "pipes.json").read_text())
+    assert pipes["http"] == service[1]["http"]
+    assert TOKEN not in json.dumps(pipes)
+    assert stat.S_IMODE((folder / "pipes.json").stat().st_mode) == 0o600
+
+
+# Limits
+
+
+def raw(service, head, body=b"", token=TOKEN):
+    """What comes back for these very bytes, the connection left open."""
+    host, _, port = service[1]["http"].removeprefix("http://").rpartition(":")
+    connection = socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
+    lines = [head, f"Host: {host}", f"Authorization: Bearer {token}", "", ""]
+    connection.sendall("\r\n".join(lines).encode() + body)
+    return connection
+
+
+def test_a_body_above_the_limit_is_refused_before_it_is_read(service):
+    started = time.monotonic()
+    with raw(service, f"POST /api/reward/enqueue HTTP/1.1\r\nContent-Length: {600 * MIB}") as connection:
+        assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
+    with raw(service, "POST /compute HTTP/1.1\r\nTransfer-Encoding: chunked") as connection:
+        assert connection.recv(100).startswith(b"HTTP/1.1 411 ")
+    assert time.monotonic() - started < TIMEOUT_S
+
+
+def pending(http):
+    families = text_string_to_metric_families(http.get("/metrics")[1].decode())
+    return next(f.samples[0].value for f in families if f.name == "wfm_reward_http_pending_bytes")
+
+
+def until(condition):
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen"
+
+
+def test_bodies_on_their_way_fill_the_service_until_they_are_cut_off(service, http):
+    head = f"POST /api/reward/enqueue HTTP/1.1\r\nContent-Length: {4 * MIB}"
+    until(lambda: pending(http) == 0)
+    slow = [raw(service, head, b"x" * 1000) for _ in range(2)]
+    until(lambda: pending(http) == 8 * MIB)
+    status, content, headers = http.enqueue(asked(1, BRIGHTNESS), images(1))
+    assert (status, content["error"]["code"], headers["Retry-After"]) == (429, "full", "5")
+    for connection in slow:
+        connection.close()
+    until(lambda: pending(http) == 0)
+    assert http.scores(asked(1, BRIGHTNESS), images(1), BRIGHTNESS)["scores"]
+
+
+def test_media_that_wait_fill_the_service(service, http):
+    large = np.zeros((1, 1000, 1000, 3), np.uint8)
+    until(lambda: pending(http) == 0)
+    uuids = [http.enqueue(asked(1, SLOW), large)[1].get("uuid") for _ in range(4)]
+    assert uuids[0] is not None
+    assert uuids[-1] is None, "12 MB are more than 8 MiB"
+    until(lambda: pending(http) == 0)
+
+
+def test_junk_on_the_port_harms_nobody(service, http):
+    host, _, port = service[1]["http"].removeprefix("http://").rpartition(":")
+    for junk in (b"\x00\xff" * 5000, b"GET / HTTP/9.9\r\n\r\n", b"POST /" + b"a" * 20000, b"\x16\x03\x01\x02\x00\x01"):
+        with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
+            connection.sendall(junk)
+            connection.shutdown(socket.SHUT_WR)
+            answer = connection.recv(20)
+            assert not answer or answer.startswith(b"HTTP/1.1 4") or answer.startswith(b"HTTP/1.0 4")
+    assert http.get("/health")[0] == 200
+
+
+# Plain JSON
+
+
+def encoded(picture, kind="PNG"):
+    buffer = io.BytesIO()
+    Image.fromarray(picture).save(buffer, kind)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def compute(http, **fields):
+    return http.post("/compute", json.dumps(fields), **{"Content-Type": "application/json"})
+
+
+def test_plain_json_scores_pictures_of_any_size(http):
+    small, large = images(1, size=8)[0], images(1, seed=1, size=16)[0]
+    status, content, _ = compute(
+        http, prompt=["fine", "refuse", "fine"], image=[encoded(small), encoded(small), encoded(large)],
+        rewards=[MOODY, BRIGHTNESS],
+    )  # fmt: skip
+    assert status == 200
+    assert content["rewards"] == content["scores"][MOODY]
+    assert content["scores"][BRIGHTNESS] == pytest.approx([p.mean() / 255 for p in (small, small, large)])
+    assert content["failures"] == [{"reward": MOODY, "index": 1, "reason": "nothing to see"}]
+
+
+def test_plain_json_takes_videos_as_frames(http):
+    black, white = np.zeros((8, 8, 3), np.uint8), np.full((8, 8, 3), 255, np.uint8)
+    video = [encoded(black), encoded(white), encoded(white)]
+    status, content, _ = compute(http, prompt=["x"], video=[video], rewards=["motion"], fps=8)
+    assert (status, content["rewards"]) == (200, [0.5])
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"prompt": []}, "`prompt` must be a list of texts"),
+        ({"image": None}, "send `image` or `video`"),
+        ({"image": ["AAAA"]}, "an image cannot be read"),
+        ({"image": ["?"]}, "media must be base64"),
+        ({"image": [1]}, "media must be base64"),
+        ({"image": None, "video": [[]]}, "a video is a list of base64 images"),
+        ({"image": None, "video": ["AAAA"]}, "a video cannot be read"),
+        ({"rewards": "x"}, "`rewards` must be a list of names"),
+        ({"rewards": ["no_such"]}, "no reward 'no_such' here"),
+        ({"fps": -1}, "`fps` must be a number above 0"),
+        ({"images": []}, "must be a JSON object of fps, image, metadata"),
+        ({"metadata": [{}, {}]}, "`metadata` must be a list of 1 maps"),
+    ],
+)
+def test_plain_json_that_is_wrong_is_one_sentence(http, fields, says):
+    good = {"prompt": ["x"], "image": [encoded(images(1)[0])], "rewards": [BRIGHTNESS]}
+    status, content, _ = compute(http, **(good | fields))
+    assert (status, says in content["message"]) == (422, True), content
+
+
+def test_a_picture_that_unpacks_to_more_than_fits_is_refused_by_its_header(http):
+    bomb = io.BytesIO()
+    Image.new("RGB", (4000, 4000)).save(bomb, "PNG")  # 48 MB of black in 50 KB
+    status, content, _ = compute(
+        http, prompt=["x"], image=[base64.b64encode(bomb.getvalue()).decode()], rewards=[BRIGHTNESS]
+    )
+    assert (status, "larger than this service takes" in content["message"]) == (422, True)
+
+
+def test_its_own_time_limit_is_a_named_failure(http):
+    status, content, _ = compute(
+        http, prompt=["x"] * 4, image=[encoded(images(1)[0])] * 4, rewards=[SLOW], timeout_s=1.5
+    )
+    assert status == 200
+    assert [f["reason"] for f in content["failures"]][-1] == "deadline"
+    assert content["rewards"][0] is not None
+
+
+def test_what_is_offered_is_described(http):
+    status, content, _ = http.get("/api/rewards")
+    assert status == 200
+    assert content["motion"] == {
+        "media": ["video"],
+        "primary": "motion",
+        "outputs": {"motion": [0.0, 1.0]},
+        "needs": [],
+    }
+    assert content["jpeg_incompressibility"]["outputs"] == {"jpeg_incompressibility": [0.0, None]}
+
+
+# What is shown
+
+
+def test_prometheus_reads_what_was_done(http):
+    def read():
+        families = text_string_to_metric_families(http.get("/metrics")[1].decode())
+        return {(s.name, *sorted(s.labels.values())): s.value for family in families for s in family.samples}
+
+    before = read()
+    http.scores(asked(3, MOODY) | {"prompts": ["fine", "refuse", "raise"]}, images(3), MOODY)
+    after = read()
+
+    def more(*key):
+        return after[key] - before.get(key, 0)
+
+    assert more("wfm_reward_items_total", MOODY, "scored") == 1
+    assert more("wfm_reward_items_total", "failed", MOODY) == 2
+    assert more("wfm_reward_failures_total", "nothing to see", MOODY) == 1
+    assert more("wfm_reward_failures_total", "RuntimeError", MOODY) == 1
+    assert more("wfm_reward_score_seconds_count", MOODY) == 3
+    assert after["wfm_reward_score_seconds_bucket", "+Inf", MOODY] == after["wfm_reward_score_seconds_count", MOODY]
+    assert after["wfm_reward_workers", BRIGHTNESS, "ready"] == 2
+    assert after["wfm_reward_waiting", MOODY] == 0
+    assert more("wfm_reward_requests_total", "/api/reward/enqueue", "200") == 1
+
+
+def test_requests_of_many_clients_are_scored_together(http):
+    """max_wait_ms: single pictures that arrive at once share a batch."""
+    uuids = [http.enqueue(asked(1, BRIGHTNESS), images(1, seed=i))[1]["uuid"] for i in range(12)]
+    for i, uuid in enumerate(uuids):
+        while (answer := http.pull(uuid, BRIGHTNESS))[0] == 400:
+            pass
+        assert answer[1]["scores"]["brightness"] == pytest.approx([images(1, seed=i).mean() / 255])
+    text = http.get("/metrics")[1].decode()
+    mean = next(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "wfm_reward_batch_items" and sample.labels["reward"] == BRIGHTNESS
+    )
+    assert mean > 1.0
+
+
+def test_a_service_that_is_loading_says_so_and_one_whose_port_is_taken_ends(tmp_path, service):
+    taken = service[1]["http"].removeprefix("http://")
+    with pytest.raises(AssertionError, match=f"error: cannot listen at http.bind {taken}"):  # noqa: SIM117
+        with serving(tmp_path, {"http": {"bind": taken}, "rewards": {"color": {}}}):
+            pass

@@ -1,0 +1,295 @@
+"""The reward `remote`: against our own service over real HTTP, and against a server that does whatever a test wants."""
+
+import io
+import json
+import math
+import os
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs
+
+import numpy as np
+import pytest
+
+from reward_http import TOKEN, serving
+from wfm_ds.errors import RewardError
+from wfm_ds.recipe import RewardRecipe
+from wfm_ds.rollout.rewards import RewardClient, RewardService, service_config
+from wfm_ds.types import MediaBatch
+from wfm_reward import registry
+from wfm_reward.asking import ANSWER_BYTES
+from wfm_reward.rewards.remote import FAMILIES, KEEP_REPLICA, endpoint
+
+PROBES = Path(__file__).parent
+MOODY = "probe_rewards:Moody"
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for family in FAMILIES:
+        for key in ("ENQUEUE_URL", "FETCH_URL", "TOKEN"):
+            monkeypatch.delenv(f"{family}_{key}", raising=False)
+    monkeypatch.delenv(KEEP_REPLICA, raising=False)
+
+
+def a_batch(prompts, media=None, fps=None, metadata=None):
+    count = len(prompts)
+    if media is None:
+        media = np.random.default_rng(0).integers(0, 256, (count, 8, 8, 3), dtype=np.uint8)
+    return MediaBatch(
+        media=media,
+        sample_ids=[f"s{i}" for i in range(count)],
+        prompts=prompts,
+        metadata=metadata or [{}] * count,
+        fps=fps,
+        reward="remote",
+    )
+
+
+class Server:
+    """Answers each request with the next of `answers`: (status, body or map), or a callable that makes one of it."""
+
+    def __init__(self):
+        self.answers, self.requests = [], []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                outer.requests.append((self.path, dict(self.headers), body))
+                status, content = outer.answers.pop(0) if len(outer.answers) > 1 else outer.answers[0]
+                content = content if isinstance(content, bytes) else json.dumps(content).encode()
+                self.send_response(status)
+                if status == 302:
+                    self.send_header("Location", "/elsewhere")
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        self.thread.start()
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join(10)
+
+
+@pytest.fixture
+def server(monkeypatch):
+    server = Server()
+    monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_URL", f"{server.url}/enqueue")
+    monkeypatch.setenv("REMOTE_REWARD_FETCH_URL", f"{server.url}/pull")
+    monkeypatch.setenv("REMOTE_REWARD_TOKEN", "secret")
+    yield server
+    server.close()
+
+
+def remote(**options):
+    reward = registry.create("remote/pickscore", "cpu", {"timeout_s": 5.0, **options})
+    reward.load()
+    return reward
+
+
+def scored(server, scores, prompts=("a", "b"), options=None, **more):
+    server.answers = [(200, {"uuid": "u-1"}), (200, {"scores": scores, **more})]
+    return remote(**(options or {})).score(a_batch(list(prompts)))
+
+
+# Against our own service
+
+
+def test_a_recipe_with_remote_rewards_gets_the_scores_of_the_service(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)
+    (tmp_path / "token").write_text(TOKEN)
+    (tmp_path / "token").chmod(0o600)
+    config = {"http": {"bind": "127.0.0.1:0", "token_file": "token"}, "rewards": {MOODY: {}, "motion": {}}}
+    functions = [
+        {"name": f"remote/{MOODY}", "options": {"output": "brightness"}, "max_batch": 4, "workers": 2},
+        {"name": "remote/again", "options": {"reward": MOODY, "output": "darkest+brightness"}},
+    ]
+    prompts = ["fine", "refuse", "fine", "raise", "fine"]
+    with serving(tmp_path, config) as (_, said):
+        monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_URL", f"{said['http']}/api/reward/enqueue")
+        monkeypatch.setenv("REMOTE_REWARD_FETCH_URL", f"{said['http']}/api/reward/pull")
+        monkeypatch.setenv("REMOTE_REWARD_TOKEN", TOKEN)
+        recipe = RewardRecipe(functions=functions, timeout_s=60)
+        with RewardService(recipe, tmp_path / "run") as service:
+            client = RewardClient(service.endpoint, recipe, "run", "rank0")
+            batch = a_batch(prompts)
+            client.submit(batch)
+            scores = client.wait()
+            client.close()
+        video = np.zeros((1, 3, 8, 8, 3), np.uint8)
+        video[:, 1] = 255
+        reward = registry.create("remote/motion", "cpu", {})
+        reward.load()
+        assert [s.value for s in reward.score(a_batch(["x"], video, fps=8.0))] == [1.0]
+        monkeypatch.setenv("REMOTE_REWARD_TOKEN", "wrong")
+        reward.load()
+        with pytest.raises(RewardError, match=r"refuses the token \(401\): .*the token is wrong"):
+            reward.score(a_batch(["x"], video, fps=8.0))
+    for i, prompt in enumerate(prompts):
+        first, second = (scores[f"s{i}"][f["name"]] for f in functions)
+        if prompt == "fine":
+            mean, least = batch.media[i].mean() / 255, float(batch.media[i].min())
+            assert first.value == pytest.approx(mean)
+            assert first.parts == {"brightness": pytest.approx(mean), "darkest": least}
+            assert second.value == pytest.approx(mean + least)
+        else:
+            why = {"refuse": "nothing to see", "raise": "RuntimeError: this picture is unbearable"}[prompt]
+            assert (first.failure, second.failure) == (why, why)
+
+
+# What is sent
+
+
+def test_images_and_their_token_are_sent_as_the_protocol_says(server):
+    batch = a_batch(["a cat", "caf\u00e9"], metadata=[{"tag": "colors", "include": [{"class": "cat"}]}] * 2)
+    server.answers = [(200, {"uuid": "u-1", "replica_id": "r7"}), (400, {}), (200, {"scores": {"pickscore": [1, 0.5]}})]
+    assert [s.value for s in remote().score(batch)] == [1.0, 0.5]
+    (path, headers, body), *pulls = server.requests
+    assert path == "/enqueue"
+    assert headers["Authorization"] == "Bearer secret"
+    assert headers["Content-Type"] == "application/octet-stream"
+    line, _, array = body.partition(b"\n")
+    fields = json.loads(line)
+    assert fields["prompts"] == ["a cat", "caf\u00e9"]
+    assert (fields["reward_fn"], fields["media_type"]) == ({"pickscore": 1.0}, "image")
+    assert fields["geneval_tags"] == ["colors"] * 2
+    assert [json.loads(text) for text in fields["geneval_includes"]] == [[{"class": "cat"}]] * 2
+    assert (np.load(io.BytesIO(array)) == batch.media).all()
+    assert len(pulls) == 2
+    for path, headers, body in pulls:
+        assert (path, headers["Authorization"]) == ("/pull", "Bearer secret")
+        assert headers["X-Lepton-Replica-Target"] == "r7"
+        assert parse_qs(body.decode()) == {"uuid": ["u-1"], "type": ["pickscore"]}
+
+
+def test_the_replica_is_not_kept_where_the_variable_says_so(server, monkeypatch):
+    monkeypatch.setenv(KEEP_REPLICA, "1")
+    server.answers = [(200, {"uuid": "u-1", "replica_id": "r7"}), (200, {"scores": {"pickscore": [1]}})]
+    assert remote().score(a_batch(["a"]))[0].value == 1.0
+    assert "X-Lepton-Replica-Target" not in server.requests[1][1]
+
+
+def test_videos_are_sent_channels_first_with_their_speed(server):
+    video = np.random.default_rng(0).integers(0, 256, (2, 3, 4, 5, 3), dtype=np.uint8)
+    server.answers = [(200, {"uuid": "u"}), (200, {"scores": {"x": [1, 2]}})]
+    remote().score(a_batch(["a", "b"], video, fps=16.0))
+    line, _, array = server.requests[0][2].partition(b"\n")
+    assert json.loads(line)["video_infos"] == [{"video_fps": 16.0}] * 2
+    assert json.loads(line)["media_type"] == "video"
+    assert (np.load(io.BytesIO(array)) == video.transpose(0, 4, 1, 2, 3)).all()
+
+
+# What comes back
+
+
+def test_a_sum_of_outputs_is_a_score_and_all_are_parts(server):
+    outputs = {"vq_reward": [1.0, 2.0], "mq_reward": [10.0, 20.0], "prediction": ["Good", "Bad"]}
+    first, second = scored(server, outputs, options={"output": "vq_reward + mq_reward"})
+    assert (first.value, second.value) == (11.0, 22.0)
+    assert first.parts == {"vq_reward": 1.0, "mq_reward": 10.0}
+
+
+def test_null_and_nan_are_failures_with_their_reason_if_there_is_one(server):
+    first, second, third = scored(
+        server, {"x": [None, math.nan, 3.0]}, ("a", "b", "c"), failures=[{"index": 0, "reason": "too dark"}]
+    )
+    assert first.failure == "too dark"
+    assert second.failure == "the service has no x of it"
+    assert third.value == 3.0
+
+
+def test_minus_one_throughout_is_a_failed_video_and_a_score_of_an_image(server):
+    server.answers = [(200, {"uuid": "u"}), (200, {"scores": {"a": [-1.0], "b": [-1.0]}})]
+    (video,) = remote(output="a").score(a_batch(["x"], np.zeros((1, 2, 4, 4, 3), np.uint8), fps=8.0))
+    assert video.failure.startswith("the service says -1 throughout")
+    assert scored(server, {"a": [-1.0]}, "x")[0].value == -1.0
+
+
+@pytest.mark.parametrize(
+    ("answers", "says"),
+    [
+        ([(200, {"uuid": "u"}), (400, {"message": "Not found scores"})], "no scores within 1.2 s: {"),
+        ([(422, {"message": "unknown reward"})], 'an answer of status 422: {"message": "unknown reward"}'),
+        ([(500, b"oops")], "answers 500: oops"),
+        ([(200, b"<html>")], "an answer of status 200 is not JSON: <html>"),
+        ([(200, [])], "an answer of status 200 is not a JSON object"),
+        ([(200, {})], "gave no uuid"),
+        ([(302, b"")], "an answer of status 302"),
+        ([(200, b"x" * (ANSWER_BYTES + 1))], "an answer of more than"),
+    ],
+)  # fmt: skip
+def test_a_service_that_does_not_answer_fails_the_items_by_name(server, answers, says):
+    server.answers = answers
+    first, second = remote(timeout_s=1.2).score(a_batch(["a", "b"]))
+    assert says in first.failure
+    assert first.failure == second.failure
+    assert "secret" not in first.failure
+    assert all(path != "/elsewhere" for path, _, _ in server.requests)
+
+
+def test_a_busy_service_is_asked_again(server):
+    server.answers = [(503, {}), (200, {"uuid": "u"}), (502, b""), (200, {"scores": {"x": [4.0]}})]
+    assert remote().score(a_batch(["a"]))[0].value == 4.0
+
+
+def test_nobody_there_is_a_failure(server, monkeypatch):
+    monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_URL", "http://127.0.0.1:1/enqueue")
+    assert "Connection refused" in remote(timeout_s=0.8).score(a_batch(["a"]))[0].failure
+
+
+@pytest.mark.parametrize(
+    ("scores", "says"),
+    [
+        ({"a": [1, 2], "b": [1, 2]}, "has the outputs a, b; set the option `output`"),
+        ({"a": [1]}, "1 scores for 2 items"),
+        ({"a": ["Good", "Bad"]}, "has the outputs ; set"),
+        (None, "the service gave no scores"),
+    ],
+)
+def test_scores_that_do_not_fit_the_recipe_are_an_error(server, scores, says):
+    with pytest.raises(RewardError, match=says):
+        scored(server, scores)
+
+
+# Where it is
+
+
+def variables(family, url="http://h", token="t"):
+    return {f"{family}_ENQUEUE_URL": f"{url}/e", f"{family}_FETCH_URL": f"{url}/f", f"{family}_TOKEN": token}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_of_variables_is_read(family):
+    assert endpoint(variables(family)) == ("http://h/e", "http://h/f", "t")
+
+
+def test_the_variables_must_be_whole_and_agree():
+    assert endpoint(variables(FAMILIES[0]) | variables(FAMILIES[2])) == ("http://h/e", "http://h/f", "t")
+    assert endpoint(variables(FAMILIES[0]) | {"WFM_REWARD_TOKEN": "of our own service"})[2] == "t"
+    with pytest.raises(RewardError, match="of REMOTE_REWARD and WFM_REWARD differ"):
+        endpoint(variables(FAMILIES[0]) | variables(FAMILIES[1], "http://other"))
+    with pytest.raises(RewardError, match="WFM_REWARD_FETCH_URL is not set, but its sibling is"):
+        endpoint({"WFM_REWARD_ENQUEUE_URL": "http://h"})
+    with pytest.raises(RewardError, match="set REMOTE_REWARD_ENQUEUE_URL"):
+        endpoint({})
+    with pytest.raises(RewardError, match="'ftp://h/e', not an address that begins with http"):
+        endpoint(variables(FAMILIES[0], "ftp://h"))
+
+
+def test_a_worker_that_waits_for_a_service_is_not_taken_to_hang(tmp_path):
+    recipe = RewardRecipe(functions=[{"name": "remote/x"}, {"name": "color"}], timeout_s=500)
+    config = service_config(recipe, tmp_path)
+    assert config["rewards"]["remote/x"]["stall_s"] == 500
+    assert config["rewards"]["color"]["stall_s"] == 120
+    with pytest.raises(RewardError, match="timeout_s is 601"):
+        registry.create("remote/x", "cpu", {"timeout_s": 601})

@@ -1,0 +1,82 @@
+"""A service with an HTTP port, and a bare client of it, for the tests."""
+
+import http.client
+import io
+import json
+import subprocess
+import sys
+from contextlib import contextmanager
+from urllib.parse import urlencode, urlsplit
+
+import numpy as np
+import yaml
+
+TOKEN = "correct horse"
+TIMEOUT_S = 60
+
+
+@contextmanager
+def serving(folder, config, environment=None):
+    """The service's process and what it said when it was ready."""
+    path = folder / "service.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    with (folder / "service.log").open("wb") as log:
+        service = subprocess.Popen(
+            [sys.executable, "-m", "wfm_reward.serve", str(path)], stdout=subprocess.PIPE, stderr=log, env=environment
+        )
+    try:
+        line = service.stdout.readline()
+        assert line, (folder / "service.log").read_text()
+        yield service, json.loads(line)
+    finally:
+        service.terminate()
+        service.stdout.close()
+        service.wait(TIMEOUT_S)
+
+
+class Http:
+    """`answer = http.post(path, body)`: (status, content, headers)."""
+
+    def __init__(self, url, token=TOKEN):
+        self.address = urlsplit(url).netloc
+        self.headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+
+    def ask(self, method, path, body=None, **headers):
+        connection = http.client.HTTPConnection(self.address, timeout=TIMEOUT_S)
+        try:
+            connection.request(method, path, body, {**self.headers, **headers})
+            answer = connection.getresponse()
+            content = answer.read()
+            if answer.headers.get_content_type() == "application/json":
+                content = json.loads(content)
+            return answer.status, content, answer.headers
+        finally:
+            connection.close()
+
+    def get(self, path):
+        return self.ask("GET", path)
+
+    def post(self, path, body, **headers):
+        return self.ask("POST", path, body, **headers)
+
+    def enqueue(self, fields, array):
+        return self.post("/api/reward/enqueue", enqueue_body(fields, array))
+
+    def pull(self, uuid, reward):
+        form = urlencode({"uuid": uuid, "type": reward})
+        return self.post("/api/reward/pull", form, **{"Content-Type": "application/x-www-form-urlencoded"})
+
+    def scores(self, fields, array, reward):
+        """Enqueue and pull until the scores are there."""
+        status, content, _ = self.enqueue(fields, array)
+        assert status == 200, content
+        while (answer := self.pull(content["uuid"], reward))[0] == 400:
+            assert answer[1]["error"]["code"] == "not_ready"
+        assert answer[0] == 200, answer[1]
+        return answer[1]
+
+
+def enqueue_body(fields, array):
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return json.dumps(fields).encode() + b"\n" + buffer.getvalue()

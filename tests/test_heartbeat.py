@@ -1,0 +1,228 @@
+"""Real processes that beat over real sockets; none of them loads torch."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from wfm_ds import heartbeat
+from wfm_ds.errors import UserError
+from wfm_ds.heartbeat import Heartbeat, Line, Roll, is_broken_exchange
+from wfm_ds.moves import Moves
+from wfm_ds.roll_call import RollCall
+
+WAIT_S = 60
+HOST = "127.0.0.1"
+RANK = """
+import json, sys, threading
+from wfm_ds import heartbeat
+from wfm_ds.heartbeat import Heartbeat, Roll
+from wfm_ds.moves import MOVES
+from wfm_ds.roll_call import RollCall
+
+rank, address = int(sys.argv[1]), json.loads(sys.argv[2])
+heartbeat.BEAT_S = 0.2
+limits = json.loads(sys.argv[3])
+
+def say(**what):
+    print(json.dumps(what), flush=True)
+
+roll = None
+if rank == 0:
+    roll = Roll(RollCall(3, **limits), "127.0.0.1")
+    address = [roll.port, roll.token]
+    say(address=address)
+beating = Heartbeat(
+    ("127.0.0.1", address[0]), address[1], rank,
+    on_end=lambda text: say(verdict=text), roll=roll, silent_s=limits["silent_s"],
+)
+say(ready=True)
+for line in sys.stdin:
+    word = line.strip()
+    if word == "move":
+        MOVES.begin("a forward")
+    elif word == "stop":
+        beating.stop()
+        sys.exit(0)
+    elif word == "fail":
+        say(verdict=beating.failed("ZeroDivisionError: x", is_victim=False))
+        sys.exit(1)
+    elif word == "victim":
+        say(verdict=beating.failed("RuntimeError: gloo", is_victim=True))
+        sys.exit(1)
+"""
+PATIENT = {"silent_s": 600.0, "stuck_s": 600.0}
+
+
+class Process:
+    def __init__(self, rank, address=None, limits=PATIENT):
+        command = [sys.executable, "-c", RANK, str(rank), json.dumps(address), json.dumps(limits)]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+    def answer(self, key):
+        line = self.process.stdout.readline()
+        assert line, self.process.stderr.read()
+        return json.loads(line)[key]
+
+    def tell(self, word):
+        self.process.stdin.write(word + "\n")
+        self.process.stdin.flush()
+
+
+@pytest.fixture
+def three():
+    """Starts three ranks with these limits."""
+    started = []
+
+    def start(**limits):
+        limits = PATIENT | limits
+        started.append(Process(0, limits=limits))
+        address = started[0].answer("address")
+        started.extend(Process(rank, address, limits) for rank in (1, 2))
+        for process in started:
+            assert process.answer("ready")
+        return started
+
+    yield start
+    for process in started:
+        process.process.kill()
+        process.process.communicate()
+
+
+def test_a_killed_rank_is_named_on_all_others_which_end(three):
+    ranks = three()
+    ranks[1].process.kill()
+    for rank in (ranks[0], ranks[2]):
+        text = rank.answer("verdict")
+        assert text.startswith(f"rank 1 (process {ranks[1].process.pid} on {socket.gethostname()}) is gone: its")
+        assert rank.process.wait(WAIT_S) == 1
+
+
+def test_a_killed_rank_0_is_named_too(three):
+    ranks = three()
+    ranks[0].process.kill()
+    for rank in ranks[1:]:
+        assert rank.answer("verdict") == f"rank 0 ({HOST}) is gone: its connection closed"
+        assert rank.process.wait(WAIT_S) == 1
+
+
+@pytest.mark.parametrize("stopped", [0, 2])
+def test_a_stopped_rank_is_named(three, stopped):
+    ranks = three(silent_s=8.0)
+    os.kill(ranks[stopped].process.pid, signal.SIGSTOP)
+    for rank in ranks:
+        if rank is not ranks[stopped]:
+            text = rank.answer("verdict")
+            assert text.startswith(f"rank {stopped} (")
+            assert "is gone: no sign of life for " in text
+            assert rank.process.wait(WAIT_S) == 1
+
+
+def test_a_rank_that_stands_still_while_others_wait_is_named_and_shows_where(three):
+    ranks = three(stuck_s=6.0)
+    for rank in (ranks[0], ranks[2]):
+        rank.tell("move")
+    for rank in ranks:
+        text = rank.answer("verdict")
+        assert text.startswith("rank 1 (")
+        assert "is stuck: no progress for " in text
+        assert text.endswith(" at start; the others are further and wait")
+        assert rank.process.wait(WAIT_S) == 1
+    assert "most recent call first" in ranks[1].process.stderr.read()  # its stack
+    assert "most recent call first" not in ranks[2].process.stderr.read()
+
+
+def test_a_rank_that_fails_is_told_apart_from_those_that_it_takes_with_it(three):
+    ranks = three()
+    ranks[2].tell("victim")
+    ranks[1].tell("fail")
+    texts = {rank.answer("verdict") for rank in ranks}
+    assert texts == {f"rank 1 (process {ranks[1].process.pid} on {socket.gethostname()}) failed: ZeroDivisionError: x"}
+    assert [rank.process.wait(WAIT_S) for rank in ranks] == [1, 1, 1]
+
+
+def test_ranks_that_have_finished_end_in_any_order(three):
+    ranks = three()
+    for rank in (1, 0, 2):
+        ranks[rank].tell("stop")
+        assert ranks[rank].process.wait(WAIT_S) == 0
+    assert [rank.process.stdout.read() for rank in ranks] == ["", "", ""]
+
+
+# ---- in this process
+
+
+def test_strangers_and_nonsense_are_shut_out():
+    roll_call = RollCall(2, silent_s=600.0, stuck_s=600.0)
+    roll = Roll(roll_call, HOST)
+    hello = {"where": "here", "rank": 1}
+    for lines in (
+        [b"GET / HTTP/1.1\r\n\r\n"],
+        [json.dumps({"token": "guessed", **hello}).encode() + b"\n"],
+        [json.dumps({"token": roll.token, "where": "here", "rank": 2}).encode() + b"\n"],
+        [json.dumps({"token": roll.token, "where": "here", "rank": True}).encode() + b"\n"],
+        [b"[1]\n"],
+    ):
+        with socket.create_connection((HOST, roll.port), timeout=WAIT_S) as stranger:
+            for line in lines:
+                stranger.sendall(line)
+            assert stranger.recv(1) == b""
+    assert roll_call.members == {}
+    with socket.create_connection((HOST, roll.port), timeout=WAIT_S) as known:
+        known.sendall(json.dumps({"token": roll.token, **hello}).encode() + b"\n")
+        known.sendall(b'{"bye": true}\n')
+        ending = threading.Thread(target=roll.stop)
+        ending.start()
+        assert known.recv(100) == b'{"bye": true}\n'
+    ending.join(WAIT_S)
+    assert roll_call.members[1].state == "done"
+
+
+def test_lines_are_put_together_and_limited():
+    near, far = socket.socketpair()
+    line = Line(near)
+    far.sendall(b'{"beat": 1}\n{"be')
+    assert line.receive() == [{"beat": 1}]
+    far.sendall(b'at": 2}\n')
+    assert line.receive() == [{"beat": 2}]
+    far.close()
+    assert line.receive() is None
+    assert not line.send(beat=3)
+    near, far = socket.socketpair()
+    line, answers = Line(near), []
+    for _ in range(heartbeat.MAX_LINE // 10_000 + 1):
+        far.sendall(b"x" * 10_000)
+        answers.append(line.receive())
+    assert answers == [[]] * (len(answers) - 1) + [None]
+    far.close()
+
+
+def test_an_address_that_nobody_listens_on_is_a_users_error(monkeypatch):
+    with socket.socket() as closed:
+        closed.bind((HOST, 0))
+        address = closed.getsockname()
+    with pytest.raises(UserError, match=r"rank 3 on .* cannot reach rank 0 at 127.0.0.1:\d+ .*on all ports"):
+        Heartbeat(address, "token", 3, on_end=print, moves=Moves())
+
+
+def test_a_foreign_address_is_listened_to_everywhere(caplog):
+    with heartbeat.listen("192.0.2.1") as server:  # an address for documentation: nobody's
+        assert server.getsockname()[0] == "0.0.0.0"
+    assert "cannot listen on 192.0.2.1" in caplog.text
+
+
+def test_which_errors_are_those_of_an_exchange():
+    import torch.distributed as dist
+
+    assert is_broken_exchange(dist.DistNetworkError("x"))
+    assert is_broken_exchange(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
+    wrapped = RuntimeError("another rank did not come")
+    wrapped.__cause__ = RuntimeError("gloo timed out")
+    assert is_broken_exchange(wrapped)
+    assert not is_broken_exchange(ZeroDivisionError("division by zero"))

@@ -1,0 +1,238 @@
+"""A run's folder and its copy on a real S3 server: what arrives, in which order, and what a failing storage costs."""
+
+import json
+import logging
+
+import pytest
+
+import s3
+from wfm_ds import mirror, transfer
+from wfm_ds.checkpoint import remote, store
+from wfm_ds.errors import StorageError
+from wfm_ds.mirror import LEDGER, Mirror
+
+STALL_S = 60.0  # generous: the tests never wait for it
+
+
+@pytest.fixture(scope="module")
+def server():
+    with s3.s3_server() as (url, client):
+        yield url, client
+
+
+@pytest.fixture
+def proxy(server, monkeypatch):
+    for name in s3.VARIABLES:
+        monkeypatch.setenv(name, "")  # put back after the test
+    one = s3.FaultyProxy(server[0])
+    s3.use(one.url)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def address(request):
+    return f"s3://{s3.BUCKET}/{request.node.name}"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """What a run with one checkpoint leaves."""
+    write(tmp_path, "recipe.yaml", "run: {}\n")
+    write(tmp_path, "metrics.jsonl", '{"step": 1}\n')
+    write(tmp_path, "logs/rank_0.log", "began\n")
+    write(tmp_path, "samples/step_0/0000.png", "picture")
+    write(tmp_path, "samples/.step_1.wfm-tmp/0000.png", "half")
+    write(tmp_path, "reward/pipes.json", "secret")
+    write(tmp_path, "notes.txt", "somebody's")
+    checkpoint(tmp_path, 1)
+    return tmp_path
+
+
+def write(folder, name, text):
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def checkpoint(folder, step, size=1000):
+    path = write(folder, f"checkpoints/step_{step}/state", f"{step}" * size).parent
+    facts = {"metrics_bytes": 12}
+    marker = {"step": step, "world_size": 1, "facts": facts, "files": {"state": len(f"{step}") * size}}
+    write(path, store.COMPLETE, json.dumps(marker))
+    return path
+
+
+def copied(folder, address, keep=2, stall_s=STALL_S):
+    """A mirror that has copied the folder, and what it lacks."""
+    one = Mirror(folder, address, keep=keep)
+    one.start()
+    return one, one.finish(stall_s)
+
+
+def test_everything_of_the_run_and_nothing_else_arrives(proxy, folder, address):
+    copies, missing = copied(folder, address)
+    assert missing == []
+    names = {
+        *("recipe.yaml", "metrics.jsonl", "logs/rank_0.log", "samples/step_0/0000.png"),
+        *("checkpoints/step_1/state", "checkpoints/step_1/COMPLETE"),
+    }
+    assert transfer.listing(address).keys() == names
+    write(folder, "result.json", "{}")
+    copies.send_result()
+    assert transfer.read_text(f"{address}/result.json") == "{}"
+    found = remote.newest(f"{address}/checkpoints")
+    assert (found.step, found.facts, found.files) == (1, {"metrics_bytes": 12}, {"state": 1000})
+    assert found.sha256.keys() == {"state"}
+
+
+def test_a_checkpoint_returns_as_it_was(proxy, folder, address, tmp_path):
+    copied(folder, address)
+    again = tmp_path / "again"
+    copies = Mirror(again, address, keep=2)
+    assert copies.fetch(f"{address}/checkpoints/step_1") == again / "checkpoints" / "step_1"
+    assert store.newest(again / "checkpoints").step == 1
+    assert (again / "checkpoints/step_1/state").read_text() == "1" * 1000
+    assert (again / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    copies.start()
+    assert copies.unverified() == []  # it need not be sent back
+    assert copies.finish(STALL_S) == []
+
+
+def test_only_what_is_new_or_has_changed_is_sent_again(server, proxy, folder, address):
+    copied(folder, address)
+    tags = {name: tag(server, address, name) for name in transfer.listing(address)}
+    write(folder, "metrics.jsonl", '{"step": 1}\n{"step": 2}\n')
+    server[1].put_object(Bucket=s3.BUCKET, Key=key(address, "recipe.yaml"), Body=b"of the same size"[:8])
+    server[1].delete_object(Bucket=s3.BUCKET, Key=key(address, "logs/rank_0.log"))
+    copied(folder, address)
+    changed = {name for name in transfer.listing(address) if tag(server, address, name) != tags[name]}
+    assert changed == {"metrics.jsonl", "recipe.yaml"}  # the latter by somebody else, as large as it was
+    assert transfer.read_text(f"{address}/logs/rank_0.log") == "began\n"
+    (folder / LEDGER).write_text("torn")
+    copied(folder, address)
+    assert {name: tag(server, address, name) for name in tags if name != "metrics.jsonl"} == {
+        name: known for name, known in tags.items() if name != "metrics.jsonl"
+    }
+
+
+def key(address, name):
+    return f"{address.removeprefix(f's3://{s3.BUCKET}/')}/{name}"
+
+
+def tag(server, address, name):
+    return server[1].head_object(Bucket=s3.BUCKET, Key=key(address, name))["ETag"]
+
+
+def test_a_part_of_the_model_is_sent_once_and_copied_within_the_storage(server, proxy, folder, address, caplog):
+    part = write(folder, "base/vae.safetensors", "unchanged")
+    for step in (1, 2):
+        export = folder / "safetensors" / f"step_{step}"
+        export.mkdir(parents=True)
+        (export / "vae.safetensors").hardlink_to(part)
+    with caplog.at_level(logging.INFO, logger="werkzeug"):
+        copied(folder, address)
+    puts = [r.getMessage() for r in caplog.records if "PUT " in r.getMessage() and "vae" in r.getMessage()]
+    assert len(puts) == 2
+    assert proxy.copies == 1
+    for step in (1, 2):
+        assert transfer.read_text(f"{address}/safetensors/step_{step}/vae.safetensors") == "unchanged"
+
+
+def test_older_checkpoints_go_when_a_newer_one_is_there(proxy, folder, address):
+    copied(folder, address, keep=1)
+    copies = Mirror(folder, address, keep=1)
+    checkpoint(folder, 2)
+    assert list(copies.unverified()) == [2]
+    copies.start()
+    assert copies.finish(STALL_S) == []
+    assert copies.unverified() == []
+    assert {name.split("/")[1] for name in transfer.listing(address) if "checkpoints/" in name} == {"step_2"}
+
+
+@pytest.mark.parametrize("fault", ["upload_cuts", "errors", "flips"])
+def test_what_fails_for_a_while_is_sent_in_the_end(proxy, folder, address, fault, caplog, monkeypatch):
+    monkeypatch.setattr(transfer, "NUM_TRIES", 1)
+    monkeypatch.setattr(mirror, "FIRST_RETRY_S", 0.01)
+    checkpoint(folder, 2, size=50_000)
+    setattr(proxy, fault, 4)
+    with caplog.at_level(logging.INFO, logger="wfm_ds"):
+        assert copied(folder, address)[1] == []
+    assert proxy.num_failed == 4
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1  # said once, however often it is tried
+    assert "this is tried again, meanwhile nothing is removed from" in warnings[0]
+    assert f"{address} takes copies again" in caplog.text
+    assert remote.newest(f"{address}/checkpoints").step == 2
+
+
+def test_a_storage_that_goes_in_the_middle_keeps_its_last_complete_checkpoint(
+    proxy, folder, address, tmp_path, monkeypatch
+):
+    copied(folder, address)
+    monkeypatch.setattr(transfer, "NUM_TRIES", 1)
+    checkpoint(folder, 2, size=50_000)
+    proxy.gone_at, proxy.pass_first = b"/checkpoints/step_2/", 1  # its COMPLETE does not arrive
+    copies, missing = copied(folder, address, stall_s=5.0)
+    assert "checkpoints/step_2" in missing
+    assert f"{address}/" in copies.failure
+    assert list(copies.unverified()) == [2]
+    proxy.come_back()
+    assert remote.newest(f"{address}/checkpoints").step == 1
+    assert "checkpoints/step_2/state" in transfer.listing(address)
+    assert copied(folder, address)[1] == []
+    assert remote.newest(f"{address}/checkpoints").step == 2
+
+
+def test_a_checkpoint_is_replaced_as_a_whole(server, proxy, folder, address):
+    """Its first half must not stand beside the second half of another."""
+    copied(folder, address)
+    seen = []
+
+    def look():
+        seen.append(remote.read(f"{address}/checkpoints/step_1"))
+
+    checkpoint(folder, 1)
+    remote.publish(store.read(folder / "checkpoints/step_1"), f"{address}/checkpoints/step_1", before_complete=look)
+    assert seen == [None]
+    assert remote.read(f"{address}/checkpoints/step_1").step == 1
+
+
+@pytest.mark.parametrize("damage", ["missing file", "shorter file", "torn COMPLETE"])
+def test_a_damaged_checkpoint_is_passed_over(server, proxy, folder, address, damage, caplog):
+    checkpoint(folder, 2)
+    copied(folder, address)
+    name = {"torn COMPLETE": "COMPLETE"}.get(damage, "state")
+    if damage == "missing file":
+        server[1].delete_object(Bucket=s3.BUCKET, Key=key(address, f"checkpoints/step_2/{name}"))
+    else:
+        server[1].put_object(Bucket=s3.BUCKET, Key=key(address, f"checkpoints/step_2/{name}"), Body=b"{")
+    assert remote.newest(f"{address}/checkpoints").step == 1
+    assert "step_2 is damaged or incomplete and is passed over" in caplog.text
+
+
+def test_a_checkpoint_with_another_byte_is_refused_and_leaves_nothing(server, proxy, folder, address, tmp_path):
+    copied(folder, address)
+    server[1].put_object(Bucket=s3.BUCKET, Key=key(address, "checkpoints/step_1/state"), Body=b"1" * 999 + b"2")
+    with pytest.raises(StorageError, match="is damaged: its SHA-256"):
+        Mirror(tmp_path / "again", address, keep=2).fetch(f"{address}/checkpoints/step_1")
+    assert store.newest(tmp_path / "again" / "checkpoints") is None
+
+
+def test_a_name_that_leads_out_of_the_checkpoint_is_refused(server, proxy, folder, address, tmp_path):
+    copied(folder, address)
+    found = remote.newest(f"{address}/checkpoints")
+    stray = {**json.loads(found.complete), "files": {"../../stray": 5}}
+    server[1].put_object(Bucket=s3.BUCKET, Key=key(address, "stray"), Body=b"stray")
+    server[1].put_object(
+        Bucket=s3.BUCKET, Key=key(address, "checkpoints/step_1/COMPLETE"), Body=json.dumps(stray).encode()
+    )
+    assert remote.newest(f"{address}/checkpoints") is None
+
+
+def test_clearing_removes_the_run_and_nothing_else(proxy, folder, address):
+    copied(folder, address)
+    transfer.put(b"somebody's", f"{address}/notes.txt")
+    Mirror(folder, address, keep=2).clear()
+    assert transfer.listing(address).keys() == {"notes.txt"}

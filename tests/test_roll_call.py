@@ -1,0 +1,83 @@
+"""Who is blamed when a run cannot go on: a history of what ranks said, and one sentence."""
+
+import pytest
+
+from wfm_ds.roll_call import SETTLE_S, RollCall
+
+SILENT_S, STUCK_S = 45.0, 600.0
+
+
+@pytest.fixture
+def roll():
+    """Three ranks that joined at second 0 and have begun one thing."""
+    roll = RollCall(3, silent_s=SILENT_S, stuck_s=STUCK_S)
+    for rank in range(3):
+        roll.joined(rank, f"process {100 + rank} on node-{rank}", 0.0)
+        roll.beat(rank, 1, "a barrier", 0.0)
+    return roll
+
+
+def beats(roll, now_s, moves):
+    for rank, count in moves.items():
+        roll.beat(rank, count, "a forward" if count > 1 else "a barrier", now_s)
+
+
+def test_ranks_that_beat_and_move_are_well(roll):
+    for now_s in range(0, 5000, 5):
+        beats(roll, now_s, {0: now_s, 1: now_s, 2: now_s})
+        assert roll.verdict(now_s) is None
+
+
+def test_a_closed_connection_is_blamed_once_the_others_had_time_to_fail_too(roll):
+    roll.failed(0, "RuntimeError: Connection closed by peer", True, 10.0)
+    roll.gone(2, "its connection closed", 10.5)
+    assert roll.verdict(10.0 + SETTLE_S / 2) is None
+    verdict = roll.verdict(10.0 + SETTLE_S)
+    assert verdict.ranks == (2,)
+    assert verdict.text == "rank 2 (process 102 on node-2) is gone: its connection closed; last seen at a barrier"
+
+
+def test_who_failed_by_itself_is_blamed_before_its_victims(roll):
+    roll.failed(0, "RuntimeError: Connection closed by peer", True, 10.0)
+    roll.failed(1, "ZeroDivisionError: division by zero", False, 10.2)
+    roll.gone(1, "its connection closed", 10.3)  # it had said why
+    verdict = roll.verdict(10.0 + SETTLE_S)
+    assert verdict.text == "rank 1 (process 101 on node-1) failed: ZeroDivisionError: division by zero"
+
+
+def test_silence_is_as_good_as_gone_and_a_whole_node_is_one_sentence(roll):
+    beats(roll, SILENT_S, {0: 1})
+    assert roll.verdict(SILENT_S) is None
+    beats(roll, SILENT_S + 1, {0: 1})
+    assert roll.verdict(SILENT_S + 1) is None  # it settles
+    verdict = roll.verdict(SILENT_S + 1 + SETTLE_S)
+    assert verdict.ranks == (1, 2)
+    assert "rank 2 (process 102 on node-2) are gone: no sign of life for 46 s" in verdict.text
+
+
+def test_of_ranks_that_stand_still_the_one_that_began_least_is_stuck(roll):
+    beats(roll, 100.0, {0: 7, 1: 6, 2: 7})
+    for now_s in (300.0, 100.0 + STUCK_S):
+        beats(roll, now_s, {0: 7, 1: 6, 2: 7})
+        assert roll.verdict(now_s) is None
+    beats(roll, 101.0 + STUCK_S, {0: 7, 1: 6, 2: 7})
+    verdict = roll.verdict(101.0 + STUCK_S)
+    assert (verdict.ranks, verdict.stuck) == ((1,), True)
+    assert verdict.text == (
+        "rank 1 (process 101 on node-1) is stuck: no progress for 601 s at a forward; the others are further and wait"
+    )
+
+
+def test_an_exchange_that_nobody_leaves_blames_no_single_rank(roll):
+    beats(roll, 1.0, {0: 7, 1: 7, 2: 7})
+    beats(roll, 2.0 + STUCK_S, {0: 7, 1: 7, 2: 7})
+    verdict = roll.verdict(2.0 + STUCK_S)
+    assert verdict.ranks == (0, 1, 2)
+    assert verdict.text.endswith("at a forward; all ranks are there")
+
+
+def test_a_rank_that_is_done_may_leave(roll):
+    roll.done(1)
+    roll.gone(1, "its connection closed", 5.0)
+    beats(roll, 5000.0, {0: 1, 2: 1})
+    assert roll.verdict(5000.0) is None

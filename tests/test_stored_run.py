@@ -1,0 +1,179 @@
+"""Where a run begins whose storage holds what its folder does not; commands that take s3:// addresses."""
+
+import json
+
+import pytest
+
+import s3
+from wfm_ds import convert, doctor_recipe, output, recipe_file, transfer
+from wfm_ds.checkpoint import remote, store
+from wfm_ds.derived import derive
+from wfm_ds.errors import RecipeError, StorageError
+from wfm_ds.output import Start, find_start
+from wfm_ds.stored_run import Copies
+
+WORLD = 2
+
+
+@pytest.fixture(scope="module")
+def server():
+    with s3.s3_server() as (url, client):
+        yield url, client
+
+
+@pytest.fixture(autouse=True)
+def credentials(server, monkeypatch):
+    for name in s3.VARIABLES:
+        monkeypatch.setenv(name, "")  # put back after the test
+    s3.use(server[0])
+
+
+@pytest.fixture
+def address(request):
+    return f"s3://{s3.BUCKET}/{request.node.name}"
+
+
+@pytest.fixture
+def recipe(root, tmp_path, address):
+    def load(*overrides, folder="out"):
+        path = root / "recipes" / "tiny" / "sd3_nft.yaml"
+        places = [f"run.output_dir={tmp_path / folder}", f"checkpoint.storage={address}"]
+        return recipe_file.load(path, [*places, "run.steps=8", *overrides])
+
+    return load
+
+
+@pytest.fixture
+def leave(recipe, address):
+    """`leave(4, 6)`: what a run leaves in the storage; `leave(4, folder=...)`: in a folder."""
+
+    def run(*steps, folder=None, finished=None):
+        text = recipe_file.dump(recipe())
+        files = {"recipe.yaml": text, "metrics.jsonl": '{"step": 1}\n' * 9}
+        facts = {"metrics_bytes": 12, "samples_per_step": derive(recipe(), WORLD).samples_per_step}
+        for step in steps:
+            marker = {"step": step, "world_size": WORLD, "facts": facts, "files": {"recipe.yaml": len(text)}}
+            files |= {f"checkpoints/step_{step}/{store.COMPLETE}": json.dumps(marker)}
+            files |= {f"checkpoints/step_{step}/recipe.yaml": text}
+        if finished is not None:
+            files["result.json"] = json.dumps({"status": "finished", "step": finished})
+        for name, content in files.items():
+            if folder is None:
+                transfer.put(content.encode(), f"{address}/{name}")
+            else:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_text(content)
+
+    return run
+
+
+def test_an_empty_storage_is_a_new_run(recipe):
+    assert find_start(recipe(), WORLD) == Start()
+
+
+def test_the_newest_checkpoint_wins_wherever_it_is(recipe, leave, address, tmp_path):
+    leave(4, 6)
+    there = Start(checkpoint=f"{address}/checkpoints/step_6", step=6, metrics_bytes=12)
+    assert find_start(recipe(), WORLD) == there
+    leave(2, folder=tmp_path / "out")
+    assert find_start(recipe(), WORLD) == there
+    leave(6, folder=tmp_path / "out")
+    assert find_start(recipe(), WORLD).checkpoint == str(tmp_path / "out" / "checkpoints" / "step_6")
+    leave(7, folder=tmp_path / "out")
+    assert find_start(recipe(), WORLD).step == 7
+
+
+def test_a_checkpoint_without_its_mark_is_not_taken_up(recipe, leave, address):
+    leave(4, 6)
+    transfer.remove([f"{address}/checkpoints/step_6/{store.COMPLETE}"])
+    assert find_start(recipe(), WORLD).step == 4
+
+
+def test_a_run_in_the_storage_is_refused_like_one_in_the_folder(recipe, leave, address):
+    leave(4)
+    for change, said in (
+        ("run.resume=never", f"checkpoint.storage {address} holds a run already (recipe.yaml, metrics.jsonl)"),
+        ("optimizer.lr=1", f"{address}/checkpoints/step_4/recipe.yaml is of another recipe (optimizer.lr"),
+        (f"run.resume={address}/checkpoints/step_4", "is a checkpoint of checkpoint.storage itself"),
+    ):
+        with pytest.raises(RecipeError) as caught:
+            find_start(recipe(change), WORLD)
+        assert said in str(caught.value)
+    transfer.remove([f"{address}/checkpoints/step_4/{store.COMPLETE}"])
+    with pytest.raises(RecipeError, match=r"without a complete checkpoint to continue from: set checkpoint\.storage"):
+        find_start(recipe(), WORLD)
+    assert find_start(recipe(), WORLD, overwrite=True) == Start()
+
+
+def test_a_run_that_has_finished_elsewhere_has_nothing_to_do(recipe, leave):
+    leave(8, finished=8)
+    assert find_start(recipe(), WORLD) == Start(step=8, finished=True)
+    assert find_start(recipe("run.steps=9"), WORLD).step == 8
+
+
+def test_folders_of_somebody_else_are_not_taken(recipe, address):
+    transfer.put(b"somebody's", f"{address}/samples/mine.png")
+    with pytest.raises(RecipeError, match=rf"checkpoint.storage {address} holds samples and no run that these belong"):
+        find_start(recipe(), WORLD)
+
+
+def test_inputs_in_the_storage_are_not_overwritten(root, recipe, address):
+    with pytest.raises(RecipeError, match=r"data\.path .* lies in checkpoint\.storage, which --overwrite clears"):
+        output.require_inputs_elsewhere(
+            recipe_file.load(
+                root / "recipes" / "tiny" / "sd3_sft.yaml",
+                ["data.kind=webdataset", f"data.path={address}/a.tar", f"checkpoint.storage={address}"],
+            )
+        )
+
+
+def test_a_run_begins_from_a_checkpoint_at_an_address(recipe, leave, address, tmp_path):
+    leave(4)
+    there = f"{address}/checkpoints/step_4"
+    elsewhere = (f"run.resume={there}", f"checkpoint.storage={address}-2")
+    assert find_start(recipe(*elsewhere), WORLD) == Start(checkpoint=there, step=4)
+    with pytest.raises(RecipeError, match=r"run\.resume: s3://.*/step_5 is no complete checkpoint"):
+        find_start(recipe(f"run.resume={address}/checkpoints/step_5", f"checkpoint.storage={address}-2"), WORLD)
+
+
+@pytest.mark.parametrize("value", ["/mnt/backup", "gs://bucket/run", "s3://", "s3:///"])
+def test_what_is_no_s3_address_is_refused(recipe, value):
+    with pytest.raises(RecipeError, match=r"checkpoint\.storage.*s3://BUCKET/FOLDER"):
+        recipe(f"checkpoint.storage={value}")
+
+
+def test_the_output_folder_is_on_this_machine(recipe, address):
+    with pytest.raises(RecipeError, match=r"run\.output_dir.*checkpoint\.storage takes an s3:// address"):
+        recipe(f"run.output_dir={address}")
+    assert recipe(f"checkpoint.storage={address}//").checkpoint.storage == address
+
+
+def test_the_doctor_writes_to_the_storage_and_cleans_up(recipe, address):
+    assert doctor_recipe.storage_text(recipe()) == f"{address} can be written and read"
+    assert transfer.listing(address) == {}
+    with pytest.raises(StorageError, match="no such bucket"):
+        doctor_recipe.storage_text(recipe("checkpoint.storage=s3://nobodys/run"))
+
+
+def test_an_address_becomes_a_folder_for_as_long_as_it_is_read(leave, address, tmp_path, capsys):
+    leave(4)
+    with remote.on_this_machine(f"{address}/checkpoints/step_4/", tmp_path) as folder:
+        assert folder.name == "step_4"
+        assert store.read(folder).step == 4
+    transfer.remove([f"{address}/checkpoints/step_4/{store.COMPLETE}"])
+    with remote.on_this_machine(address, tmp_path / "out" / "there") as folder:
+        assert (folder / "metrics.jsonl").read_text().count("\n") == 9
+    assert list(tmp_path.iterdir()) == []
+    with remote.on_this_machine(str(tmp_path), tmp_path) as folder:
+        assert folder == tmp_path
+    assert convert.main([f"{address}/nothing", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == f"{address}/nothing: there is nothing\n"
+
+
+def test_what_is_missing_is_one_sentence(tmp_path):
+    names = [f"samples/step_{n}/0000.png" for n in range(5)]
+    copies = Copies(address="s3://b/run", missing=names, reason="it is gone")
+    assert copies.sentence(tmp_path) == (
+        "s3://b/run has not got all of this run (it is gone): samples/step_0/0000.png, samples/step_1/0000.png, "
+        f"samples/step_2/0000.png and 2 more are in {tmp_path} alone; start the same command again to copy them"
+    )

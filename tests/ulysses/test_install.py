@@ -1,0 +1,28 @@
+"""Which modules are known; what becomes of them needs ranks (distributed/test_ulysses.py)."""
+
+import pytest
+import torch
+from torch import nn
+
+from families import CASES
+from wfm_ds.errors import UserError
+from wfm_ds.models import registry
+from wfm_ds.ulysses.install import families, install
+
+
+@pytest.mark.parametrize("denoiser", [nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1))])
+def test_an_unknown_module_is_named_with_the_known_ones(denoiser):
+    message = (
+        f"{type(denoiser).__name__} cannot share its tokens .* set engine.sequence_parallel to 1, or use .*CosmosTr"
+    )
+    with pytest.raises(UserError, match=message):
+        install(denoiser, None)
+
+
+@pytest.mark.parametrize("name", ["sd3", "cosmos25", "wan21", "wan22", "sana", "sana_video"])
+def test_the_transformer_of_every_model_family_is_known(name, tiny_pipelines):
+    options = {"dtype": torch.float32, "device": "cpu", **CASES[name].load_options}
+    denoiser = registry.load(tiny_pipelines(name), **options).bare_denoiser
+    parts = [denoiser] if type(denoiser) in families() else list(denoiser.children())
+    assert parts
+    assert all(type(part) in families() for part in parts)

@@ -1,0 +1,124 @@
+"""Which rank is to blame when a run of several ranks cannot go on: what ranks say of themselves, and one sentence.
+
+Pure: no socket, no clock. heartbeat.py feeds it on rank 0. Three things end a run: a rank whose process or machine is
+gone, a rank that failed by itself, and a rank that runs but does not move while the others wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+SETTLE_S = 2.0  # after a first failure: one dead rank makes all others fail, and which of them speaks first is chance
+NUM_NAMED = 8  # ranks in one sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why the run ends. `ranks`: those to blame; `stuck`: they run, so that they can show where they are."""
+
+    ranks: tuple[int, ...]
+    text: str
+    stuck: bool = False
+
+
+@dataclass(slots=True)
+class Member:
+    """A rank as it was last heard."""
+
+    rank: int
+    where: str  # for the reader: host and process id
+    heard_at_s: float
+    moved_at_s: float
+    moves: int = -1
+    doing: str = "start"
+    state: Literal["runs", "done", "gone", "failed"] = "runs"
+    words: str = ""
+    is_victim: bool = False  # it failed because another rank did not answer
+
+    def name(self) -> str:
+        return f"rank {self.rank} ({self.where})"
+
+
+class RollCall:
+    """The ranks of one run, from the first that reports to the verdict."""
+
+    def __init__(self, size: int, *, silent_s: float, stuck_s: float) -> None:
+        """silent_s: how long a rank may say nothing. stuck_s: how long no rank may move."""
+        self.size, self.silent_s, self.stuck_s = size, silent_s, stuck_s
+        self.members: dict[int, Member] = {}
+        self.ended_at_s: float | None = None  # the first that is gone or failed
+
+    def joined(self, rank: int, where: str, now_s: float) -> None:
+        self.members[rank] = Member(rank, where, heard_at_s=now_s, moved_at_s=now_s)
+
+    def beat(self, rank: int, moves: int, doing: str, now_s: float) -> None:
+        member = self.members[rank]
+        member.heard_at_s = now_s
+        if moves != member.moves:
+            member.moves, member.doing, member.moved_at_s = moves, doing, now_s
+
+    def done(self, rank: int) -> None:
+        """It has finished its part and will say no more."""
+        self.members[rank].state = "done"
+
+    def failed(self, rank: int, words: str, is_victim: bool, now_s: float) -> None:
+        """It ends by an error of its own, or (`is_victim`) because an exchange with others broke."""
+        member = self.members[rank]
+        member.state, member.words, member.is_victim = "failed", words, is_victim
+        self._ended(now_s)
+
+    def gone(self, rank: int, words: str, now_s: float) -> None:
+        """Its connection is closed, and it had not said that it would end."""
+        member = self.members[rank]
+        if member.state == "runs":
+            member.state, member.words = "gone", words
+            self._ended(now_s)
+
+    def _ended(self, now_s: float) -> None:
+        self.ended_at_s = now_s if self.ended_at_s is None else self.ended_at_s
+
+    def verdict(self, now_s: float) -> Verdict | None:
+        """None while all is well, and for SETTLE_S after a first failure."""
+        for member in self._in_state("runs"):
+            if now_s - member.heard_at_s > self.silent_s:
+                self.gone(member.rank, f"no sign of life for {now_s - member.heard_at_s:.0f} s", now_s)
+        if self.ended_at_s is not None:
+            return self._blame_ended() if now_s - self.ended_at_s >= SETTLE_S else None
+        return self._blame_stuck(now_s)
+
+    def _blame_ended(self) -> Verdict:
+        """Who is gone without a word outranks who failed, and who failed by itself outranks its victims."""
+        gone = self._in_state("gone")
+        if gone:
+            words = " and ".join(dict.fromkeys(member.words for member in gone))
+            return Verdict(ranks(gone), f"{names(gone)} gone: {words}; last seen at {gone[0].doing}")
+        failed = self._in_state("failed")
+        first = next((member for member in failed if not member.is_victim), failed[0])
+        return Verdict((first.rank,), f"{first.name()} failed: {first.words}")
+
+    def _blame_stuck(self, now_s: float) -> Verdict | None:
+        running = self._in_state("runs")
+        if len(running) < self.size or any(now_s - member.moved_at_s <= self.stuck_s for member in running):
+            return None
+        least = min(member.moves for member in running)
+        last = [member for member in running if member.moves == least]
+        still_s = now_s - max(member.moved_at_s for member in last)
+        others = "all ranks are there" if len(last) == self.size else "the others are further and wait"
+        text = f"{names(last)} stuck: no progress for {still_s:.0f} s at {last[0].doing}; {others}"
+        return Verdict(ranks(last), text, stuck=True)
+
+    def _in_state(self, state: str) -> list[Member]:
+        return [self.members[rank] for rank in sorted(self.members) if self.members[rank].state == state]
+
+
+def ranks(members: Sequence[Member]) -> tuple[int, ...]:
+    return tuple(member.rank for member in members)
+
+
+def names(members: Sequence[Member]) -> str:
+    """`rank 1 (...) is`, or `rank 1 (...), rank 2 (...) are`."""
+    listed = ", ".join(member.name() for member in members[:NUM_NAMED])
+    more = f" and {len(members) - NUM_NAMED} more" if len(members) > NUM_NAMED else ""
+    return f"{listed}{more} {'is' if len(members) == 1 else 'are'}"

@@ -1,0 +1,98 @@
+"""Cosmos-Predict2.5: any tokens of a video can be shared.
+
+Splits, in diffusers' CosmosTransformer3DModel: the outputs of `patch_embed` and of `learnable_pos_embed`, and the times
+of frames, which are given to this rank's tokens only. `attn1` exchanges after its rotation; `attn2` (text, image
+context) is local.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from diffusers import CosmosTransformer3DModel
+from diffusers.models.transformers.transformer_cosmos import CosmosAttnProcessor2_0
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from wfm_ds.ulysses.attention import attend, projected_out, rotated
+from wfm_ds.ulysses.base import SharedTokens, patches
+from wfm_ds.ulysses.exchange import own, shares
+
+
+class Cosmos25(SharedTokens):
+    transformer = CosmosTransformer3DModel
+    patch_embedding = "patch_embed"
+    refused: ClassVar = {"block_controlnet_hidden_states": "ControlNet residuals"}
+
+    def share_blocks(self, transformer: Any) -> None:
+        self.require_heads()
+        self.frames: tuple[int, int] | None = None  # videos and frames, if each frame has a time
+        attentions = [block.attn1 for block in transformer.transformer_blocks]
+        for attention in attentions:
+            self.take_processor(attention, CosmosAttnProcessor2_0)
+        for attention in attentions:
+            attention.set_processor(SelfAttention(self.group))
+        transformer.time_embed.register_forward_hook(self._times_of_tokens)
+        if transformer.learnable_pos_embed is not None:
+            transformer.learnable_pos_embed.register_forward_hook(lambda module, args, made: self.own(made, 1))
+
+    def token_shares(self, arguments: dict[str, Any]) -> list[int]:
+        """The transformer would make a time for each token from one for each frame, before it knows of shares. Given
+        one for each row of a batch it leaves them alone, and `_times_of_tokens` does the rest."""
+        latents, timestep = arguments["hidden_states"], arguments["timestep"]
+        count, _, num_frames, *_ = latents.shape
+        grid = patches(latents, self.config.patch_size)
+        per_frame = grid[0] == num_frames and timestep.shape == (count, 1, num_frames, 1, 1)
+        self.frames = (count, num_frames) if per_frame else None
+        if per_frame:
+            arguments["timestep"] = timestep.flatten()
+        return shares(math.prod(grid), self.num_ranks, "tokens")
+
+    def split(self, embedded: Tensor) -> Tensor:
+        """[B,T,h,w,C] -> [B,n,1,1,C], which the transformer goes on to flatten just the same."""
+        return self.own(embedded.flatten(1, 3), 1)[:, :, None, None]
+
+    def _times_of_tokens(self, _: nn.Module, args: Any, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """[B T, C] -> [B,n,C] each; [B,C] as it is."""
+        if self.frames is None:
+            return embeddings
+        count, num_frames = self.frames
+        per_frame = sum(self.lengths) // num_frames
+        rank = dist.get_rank(self.group)
+        start = sum(self.lengths[:rank])
+        stop = start + self.lengths[rank]
+        first, last = start // per_frame, -(-stop // per_frame)  # the frames that these tokens are of
+        of_frames = [x.view(count, num_frames, 1, -1)[:, first:last] for x in embeddings]
+        of_tokens = [x.expand(-1, -1, per_frame, -1).flatten(1, 2) for x in of_frames]
+        return tuple(x[:, start - first * per_frame : stop - first * per_frame] for x in of_tokens)
+
+
+class SelfAttention:
+    """In place of CosmosAttnProcessor2_0."""
+
+    _attention_backend = None  # set_attention_backend writes here
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        image_rotary_emb: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """hidden_states [B,n,C]: this rank's tokens; image_rotary_emb: tables [S,D] of all."""
+        lengths = shares(len(image_rotary_emb[0]), dist.get_world_size(self.group), "tokens")
+        tables = [own(table, 0, lengths, self.group) for table in image_rotary_emb]
+        query, key, value = (
+            layer(hidden_states).unflatten(2, (attn.heads, -1)) for layer in (attn.to_q, attn.to_k, attn.to_v)
+        )
+        query = rotated(attn.norm_q(query), tables, "halves")
+        key = rotated(attn.norm_k(key), tables, "halves")
+        attended = attend(query, key, value, lengths, self.group, self._attention_backend)
+        return projected_out(attn, attended.flatten(2))

@@ -1,0 +1,50 @@
+"""From a transformer to its family. Families are found by looking into this folder; nothing registers itself."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from functools import cache
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from wfm_ds import ulysses
+from wfm_ds.errors import UserError
+from wfm_ds.ulysses.base import SharedTokens
+
+
+@cache
+def families() -> dict[type[nn.Module], type[SharedTokens]]:
+    """Every family by its transformer class: the concrete subclasses of SharedTokens in the modules of this folder."""
+    found: dict[type[nn.Module], type[SharedTokens]] = {}
+    for info in pkgutil.iter_modules(ulysses.__path__, f"{ulysses.__name__}."):
+        for member in vars(importlib.import_module(info.name)).values():
+            if not inspect.isclass(member) or not issubclass(member, SharedTokens) or inspect.isabstract(member):
+                continue
+            first = found.setdefault(member.transformer, member)
+            assert first is member, f"{member} and {first} both serve {member.transformer}"
+    return found
+
+
+def install(denoiser: nn.Module, group: ProcessGroup) -> None:
+    """Change a diffusers transformer in place: each forward, called by all ranks of `group` with equal whole inputs,
+    works on this rank's share of the tokens and returns the whole output on every rank.
+
+    Parameters' gradients are then partial sums: summed over the group they are the gradient of the whole, if every rank
+    differentiates the same loss of the whole output. `denoiser` is a transformer of a known class, or a module whose
+    children all are (experts); adapters must be in place already, checkpointing and DeepSpeed may come before or after.
+    Raises UserError naming the class and what cannot be shared; a forward does too, on all ranks alike, for inputs too
+    small to share.
+    """
+    known = families()
+    transformers = [denoiser] if type(denoiser) in known else list(denoiser.children())
+    if not transformers or any(type(transformer) not in known for transformer in transformers):
+        names = ", ".join(sorted(transformer.__name__ for transformer in known))
+        raise UserError(
+            f"{type(denoiser).__name__} cannot share its tokens among ranks; set engine.sequence_parallel to 1, or use "
+            f"a model with one of {names}"
+        )
+    for transformer in transformers:
+        known[type(transformer)](transformer, group)

@@ -1,0 +1,77 @@
+"""SANA: whole rows of patches are shared; linear attention sums a state, the 3x3 convolution trades border rows.
+
+Splits, in diffusers' SanaTransformer2DModel: the output of `patch_embed`. Text attention (`attn2`) is local. Neither
+exchange grows with the number of tokens of a rank, and the number of heads is no limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from diffusers import SanaTransformer2DModel
+from diffusers.models.attention_processor import SanaLinearAttnProcessor2_0
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import functional
+
+from wfm_ds.ulysses.attention import projected_out
+from wfm_ds.ulysses.base import SharedTokens, patches
+from wfm_ds.ulysses.exchange import shares, sum_over_ranks
+from wfm_ds.ulysses.hooks import change_arguments, trade_lines
+
+EPS = 1e-15  # of the stock processors
+
+
+class Sana(SharedTokens):
+    transformer = SanaTransformer2DModel
+    patch_embedding = "patch_embed"
+    refused: ClassVar[Mapping[str, str]] = {
+        "attention_mask": "masks of self-attention",
+        "controlnet_block_samples": "ControlNet residuals",
+    }
+
+    def share_blocks(self, transformer: Any) -> None:
+        blocks = transformer.transformer_blocks
+        for block in blocks:
+            self.take_processor(block.attn1, SanaLinearAttnProcessor2_0)
+        for block in blocks:
+            block.attn1.set_processor(LinearAttention(self.group))
+            change_arguments(block, self.share_rows)
+            trade_lines(block.ff.conv_depth, self.group)
+
+    def token_shares(self, arguments: dict[str, Any]) -> list[int]:
+        height, width = patches(arguments["hidden_states"], [self.config.patch_size] * 2)
+        return [rows * width for rows in self.shares_of_rows(height)]
+
+    def share_rows(self, arguments: dict[str, Any]) -> None:
+        arguments["height"] = self.shares_of_rows(arguments["height"])[self.rank]
+
+    def shares_of_rows(self, height: int) -> list[int]:
+        return shares(height, self.num_ranks, "rows of patches")
+
+
+class LinearAttention:
+    """In place of SanaLinearAttnProcessor2_0: relu(q) S / relu(q) z. Over all tokens, in float32, S is the sum of
+    relu(k) v^T and z that of relu(k)."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """hidden_states [B,n,C]: this rank's tokens."""
+        query, key, value = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
+        query = query if attn.norm_q is None else attn.norm_q(query)
+        key = key if attn.norm_k is None else attn.norm_k(key)
+        query, key, value = (x.unflatten(2, (attn.heads, -1)).transpose(1, 2).float() for x in (query, key, value))
+        with_one = functional.pad(value, (0, 1), value=1.0)  # [B,H,n,D+1]: the last column sums to z
+        state = sum_over_ranks(functional.relu(key).transpose(2, 3) @ with_one, self.group)  # [B,H,D,D+1]
+        numerator, denominator = (functional.relu(query) @ state).split_with_sizes([value.shape[-1], 1], -1)
+        attended = (numerator / (denominator + EPS)).transpose(1, 2).flatten(2)
+        return projected_out(attn, attended.to(hidden_states.dtype))

@@ -1,0 +1,97 @@
+"""SANA-Video: whole frames are shared; linear attention sums two states, the temporal convolution trades border frames.
+
+Splits, in diffusers' SanaVideoTransformer3DModel: the output of `patch_embedding`, the tables of the rotation, and
+`timestep` where there is one for each token (given frames). Text attention (`attn2`) and the 3x3 convolution within a
+frame are local. Neither exchange grows with the number of frames of a rank, and the number of heads is no limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from diffusers import SanaVideoTransformer3DModel
+from diffusers.models.transformers.transformer_sana_video import SanaLinearAttnProcessor3_0
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import functional
+
+from wfm_ds.ulysses.attention import projected_out, rotated
+from wfm_ds.ulysses.base import SharedTokens, patches
+from wfm_ds.ulysses.exchange import own, shares, sum_over_ranks
+from wfm_ds.ulysses.hooks import change_arguments, trade_lines
+from wfm_ds.ulysses.sana import EPS
+
+
+class SanaVideo(SharedTokens):
+    transformer = SanaVideoTransformer3DModel
+    patch_embedding = "patch_embedding"
+    refused: ClassVar[Mapping[str, str]] = {
+        "attention_mask": "masks of self-attention",
+        "controlnet_block_samples": "ControlNet residuals",
+    }
+
+    def share_blocks(self, transformer: Any) -> None:
+        blocks = transformer.transformer_blocks
+        for block in blocks:
+            self.take_processor(block.attn1, SanaLinearAttnProcessor3_0)
+        for block in blocks:
+            block.attn1.set_processor(LinearAttention(self.group))
+            change_arguments(block, self.share_frames)
+            trade_lines(block.ff.conv_temp, self.group)
+
+    def token_shares(self, arguments: dict[str, Any]) -> list[int]:
+        frames, height, width = patches(arguments["hidden_states"], self.config.patch_size)
+        lengths = self.lengths_of(frames, height * width)
+        times = arguments["timestep"].reshape(len(arguments["hidden_states"]), -1)
+        if times.shape[1] > 1:  # one for each token
+            arguments["timestep"] = own(times, 1, lengths, self.group)
+        return lengths
+
+    def lengths_of(self, frames: int, per_frame: int) -> list[int]:
+        return [count * per_frame for count in shares(frames, self.num_ranks, "latent frames")]
+
+    def split(self, embedded: Tensor) -> Tensor:
+        """[B,C,T,h,w] -> [B,C,n], which the transformer goes on to flatten just the same."""
+        return self.own(embedded.flatten(2), 2)
+
+    def share_frames(self, arguments: dict[str, Any]) -> None:
+        per_frame = arguments["height"] * arguments["width"]
+        lengths = self.lengths_of(arguments["frames"], per_frame)
+        arguments["frames"] = lengths[self.rank] // per_frame
+        arguments["rotary_emb"] = tuple(own(table, 1, lengths, self.group) for table in arguments["rotary_emb"])
+
+
+class LinearAttention:
+    """In place of SanaLinearAttnProcessor3_0: R relu(q) S / relu(q) z. Over all tokens, in float32, S is the sum of
+    R relu(k) v^T and z that of relu(k); R is the rotation, which the denominator does without."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        rotary_emb: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """hidden_states [B,n,C] and rotary_emb, tables [1,n,1,D]: this rank's tokens."""
+        query, key, value = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
+        query = query if attn.norm_q is None else attn.norm_q(query)
+        key = key if attn.norm_k is None else attn.norm_k(key)
+        query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value))  # [B,n,H,D]
+        query, key = functional.relu(query), functional.relu(key)
+        tables = [table[0, :, 0] for table in rotary_emb]
+        turned_query, turned_key = rotated(query, tables, "neighbours"), rotated(key, tables, "neighbours")
+        turned_query, turned_key, value = (x.float().transpose(1, 2) for x in (turned_query, turned_key, value))
+        products = turned_key.transpose(2, 3) @ value  # [B,H,D,D]
+        sums = key.sum(1, dtype=torch.float32).unsqueeze(-1)  # [B,H,D,1]
+        state = sum_over_ranks(torch.cat([products, sums], -1), self.group)  # [B,H,D,D+1]
+        total, norm = state.split_with_sizes([value.shape[-1], 1], -1)
+        inverse = 1 / (query.transpose(1, 2) @ norm.to(query.dtype) + EPS)  # [B,H,n,1]
+        attended = (turned_query @ total * inverse).transpose(1, 2).flatten(2)
+        return projected_out(attn, attended.to(hidden_states.dtype))

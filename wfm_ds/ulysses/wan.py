@@ -1,0 +1,75 @@
+"""Wan 2.1 and 2.2: any tokens of a video can be shared.
+
+Splits, in diffusers' WanTransformer3DModel: the output of `patch_embedding` and, where there is a time for each token
+(TI2V), `timestep`. `attn1` exchanges after its rotation; `attn2` (text, image embeddings) is local.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch.distributed as dist
+from diffusers import WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from wfm_ds.ulysses.attention import attend, projected_out, rotated
+from wfm_ds.ulysses.base import SharedTokens, patches
+from wfm_ds.ulysses.exchange import own, shares
+
+
+class Wan(SharedTokens):
+    transformer = WanTransformer3DModel
+    patch_embedding = "patch_embedding"
+
+    def share_blocks(self, transformer: Any) -> None:
+        self.require_heads()
+        attentions = [block.attn1 for block in transformer.blocks]
+        stock = [self.take_processor(attention, WanAttnProcessor) for attention in attentions]
+        for attention, processor in zip(attentions, stock, strict=True):
+            attention.set_processor(SelfAttention(self.group, processor._attention_backend))
+
+    def token_shares(self, arguments: dict[str, Any]) -> list[int]:
+        grid = patches(arguments["hidden_states"], self.config.patch_size)
+        lengths = shares(math.prod(grid), self.num_ranks, "tokens")
+        if arguments["timestep"].ndim == 2:  # [B,S]
+            arguments["timestep"] = own(arguments["timestep"], 1, lengths, self.group)
+        return lengths
+
+    def split(self, embedded: Tensor) -> Tensor:
+        """[B,C,T,h,w] -> [B,C,n], which the transformer goes on to flatten just the same."""
+        return self.own(embedded.flatten(2), 2)
+
+
+class SelfAttention:
+    """In place of WanAttnProcessor."""
+
+    def __init__(self, group: ProcessGroup, backend: Any) -> None:
+        self.group = group
+        self._attention_backend = backend  # set_attention_backend writes here too
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """hidden_states [B,n,C]: this rank's tokens; rotary_emb: tables [1,S,1,D] of all."""
+        assert rotary_emb is not None
+        lengths = shares(rotary_emb[0].shape[1], dist.get_world_size(self.group), "tokens")
+        tables = [own(table[0, :, 0], 0, lengths, self.group) for table in rotary_emb]
+        query, key, value = (
+            x.unflatten(2, (attn.heads, -1))
+            for x in (
+                attn.norm_q(attn.to_q(hidden_states)),
+                attn.norm_k(attn.to_k(hidden_states)),
+                attn.to_v(hidden_states),
+            )
+        )
+        query, key = rotated(query, tables, "neighbours"), rotated(key, tables, "neighbours")
+        attended = attend(query, key, value, lengths, self.group, self._attention_backend)
+        return projected_out(attn, attended.flatten(2))
