@@ -18,9 +18,11 @@ from wfm_ds.estimate import lora_parameters, memory_lines
 from wfm_ds.models import registry
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.output import Start, find_start
+from wfm_ds.pipes.sockets import check_endpoint
 from wfm_ds.recipe import Recipe, RewardFunction
 from wfm_ds.recipe_algorithms import DdrlAlgorithm, SftAlgorithm
 from wfm_ds.rollout.rewards import RewardClient
+from wfm_ds.rollout.service import endpoints, spawn_devices
 from wfm_ds.types import Prompt
 from wfm_ds.world import ranks_per_node
 
@@ -38,6 +40,15 @@ def check_rewards(recipe: Recipe, prompts: Sequence[Prompt]) -> None:
         check_needs(function, prompts, local=recipe.reward.spawn, video=video)
     if recipe.reward.endpoint is not None:
         RewardClient(recipe.reward.endpoint, recipe.reward, run="check", client="check").close()
+
+
+def check_workers(recipe: Recipe) -> None:
+    """Raises RecipeError or PipeError for workers that could not be started, or not be reached."""
+    assert recipe.rollout is not None
+    spawn_devices(recipe.rollout.devices, recipe.rollout.spawn)
+    if recipe.rollout.bind != "ipc":
+        for endpoint in endpoints(recipe.rollout.bind, None):
+            check_endpoint(endpoint)
 
 
 def check_needs(function: RewardFunction, prompts: Sequence[Prompt], *, local: bool, video: bool) -> None:
@@ -154,6 +165,8 @@ def preflight(recipe: Recipe, world_size: int) -> TrainingData:
     for doubt in recipe.doubts():
         log.warning(doubt)
     data = load_data(recipe)
+    if recipe.is_async:
+        check_workers(recipe)
     if recipe.is_rl:
         check_rewards(recipe, list({p.id: p for p in [*data.prompts, *data.shown]}.values()))
     return data

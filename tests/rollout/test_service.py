@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from wfm_ds import recipe_file
-from wfm_ds.errors import RecipeError
+from wfm_ds.errors import RecipeError, UserError
+from wfm_ds.preflight import check_workers
 from wfm_ds.recipe import Recipe
 from wfm_ds.rollout.identity import identity, require_same
 from wfm_ds.rollout.service import OF_RANKS, endpoints, spawn_devices
@@ -85,3 +86,12 @@ def test_a_worker_with_another_recipe_or_pipeline_is_refused_by_name(tiny_pipeli
         require_same(here, identity(changed(run={"seed": 9}), model))
     with pytest.raises(RecipeError, match="pipeline"):
         require_same(here, here | {"pipeline": "another"})
+
+
+def test_workers_that_cannot_be_reached_are_refused_before_the_run():
+    check_workers(changed())
+    check_workers(changed(rollout={"bind": "tcp://127.0.0.1:6200"}))
+    with pytest.raises(UserError, match=r"only ipc:// and loopback tcp are allowed"):
+        check_workers(changed(rollout={"bind": "tcp://10.0.0.1:6200"}))
+    with pytest.raises(RecipeError, match="a port from 1 to 65534"):
+        check_workers(changed(rollout={"bind": "tcp"}))

@@ -63,6 +63,7 @@ class Coordinator:
         self.life, self.groups_per_step, self.group_size = life, groups_per_step, group_size
         self.chunk_size = min(chunk_size, group_size)
         self.max_staleness, self.last_step = max_staleness, last_step
+        self.first_publication = first_step - 1
         self.published = first_step - 2  # nothing yet
         self.next_step = first_step  # the first that is not admitted
         self.dropped_stale = 0
@@ -91,7 +92,8 @@ class Coordinator:
         chunk = self._chunk_of.get(task_id)
         if chunk is None:
             return None  # a repetition
-        if not chunk.step - 1 - self.max_staleness <= publication <= self.published:
+        oldest = max(chunk.step - 1 - self.max_staleness, self.first_publication)
+        if not oldest <= publication <= self.published:
             self.dropped_stale += chunk.stop - chunk.first
             return self._again(chunk, task_id)
         self._close(Closed(chunk, task_id, publication))
