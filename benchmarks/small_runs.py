@@ -17,7 +17,7 @@ WORLDS = (1, 2, 4)
 MICRO_STEPS = 2
 CONTROL_BYTES = 64  # flags and norms
 SIDE, TEXT = 10, 6  # of the latents, and tokens of a text: shares of 4 ranks are unequal
-WIDTH, LAYERS, CHANNELS = 20, 2, 4
+WIDTH, HEADS, LAYERS, CHANNELS = 20, 4, 2, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +68,8 @@ def small_denoiser() -> Any:
         in_channels=CHANNELS,
         out_channels=CHANNELS,
         num_layers=LAYERS,
-        num_attention_heads=4,
-        attention_head_dim=WIDTH // 4,
+        num_attention_heads=HEADS,
+        attention_head_dim=WIDTH // HEADS,
         joint_attention_dim=13,
         caption_projection_dim=WIDTH,
         pooled_projection_dim=11,
@@ -168,11 +168,18 @@ def exchanged(case: Case, element_bytes: int, rank: int) -> int:
     from wfm_ds.ulysses.exchange import shares
 
     ranks = case.sequence_parallel
-    image = shares((SIDE // 2) ** 2, ranks, "image tokens")[rank % ranks]
-    text = shares(TEXT, ranks, "text tokens")[rank % ranks]
-    attentions = [*[image + text] * LAYERS, image]
-    output = image * 4 * CHANNELS
-    return ulysses_bytes(attentions, WIDTH, output, ranks=ranks, element_bytes=element_bytes, micro_steps=MICRO_STEPS)
+    image, text = (SIDE // 2) ** 2, TEXT
+    own_image, own_text = (shares(n, ranks, "tokens")[rank % ranks] for n in (image, text))
+    heads = shares(HEADS, ranks, "heads")[rank % ranks]
+    return ulysses_bytes(
+        [*[(own_image + own_text, image + text)] * LAYERS, (own_image, image)],
+        WIDTH,
+        WIDTH // HEADS * heads,
+        own_image * 4 * CHANNELS,
+        ranks=ranks,
+        element_bytes=element_bytes,
+        micro_steps=MICRO_STEPS,
+    )
 
 
 def count_rows(world: int, cases: Sequence[Case], found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -64,15 +64,24 @@ def zero_bytes(network: Network, setting: Setting) -> dict[str, int]:
 
 
 def ulysses_bytes(
-    attentions: Sequence[int], width: int, output: int, *, ranks: int, element_bytes: int, micro_steps: int
+    attentions: Sequence[tuple[int, int]],
+    width: int,
+    own_width: int,
+    output: int,
+    *,
+    ranks: int,
+    element_bytes: int,
+    micro_steps: int,
 ) -> int:
     """Of the all-to-alls of `micro_steps` forwards and backwards of one sample, on one rank.
 
-    attentions: tokens of this rank in each attention. width: of q, k, v and of what attention gives. output: elements
-    of this rank's share of the result, which all ranks of the replica get.
+    attentions: tokens of this rank and of all ranks in each attention. width: of q, k, v and of what attention gives,
+    own_width: of this rank's heads. output: elements of this rank's share of the result, which all ranks get.
     """
-    each_way = 4 * sum(attentions) * width  # q, k and v there, the result back
-    return micro_steps * element_bytes * (2 * each_way + ranks * output)
+    # By tokens: q, k and v there, and the gradient of the result. By heads: the result, and the gradients of q, k, v.
+    by_tokens = 4 * width * sum(own for own, _ in attentions)
+    by_heads = 4 * own_width * sum(whole for _, whole in attentions)
+    return micro_steps * element_bytes * (by_tokens + by_heads + ranks * output)
 
 
 def on_the_wire(kind: str, payload: float, ranks: int) -> float:

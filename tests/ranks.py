@@ -104,6 +104,7 @@ class Ranks:
 def main():
     """A rank: join the group, then one call per line of stdin until it closes."""
     rank, num_ranks, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    sys.path.append(str(Path(__file__).parent.parent))  # benchmarks/ is not installed
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever prints ends in the log, not among the answers
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}

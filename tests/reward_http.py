@@ -5,7 +5,9 @@ import io
 import json
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlencode, urlsplit
 
 import numpy as np
@@ -80,3 +82,37 @@ def enqueue_body(fields, array):
     buffer = io.BytesIO()
     np.save(buffer, array)
     return json.dumps(fields).encode() + b"\n" + buffer.getvalue()
+
+
+class Server:
+    """Answers each request with the next of `answers`: (status, body or map), or a callable that makes one of it."""
+
+    def __init__(self):
+        self.answers, self.requests = [], []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                outer.requests.append((self.path, dict(self.headers), body))
+                status, content = outer.answers.pop(0) if len(outer.answers) > 1 else outer.answers[0]
+                content = content if isinstance(content, bytes) else json.dumps(content).encode()
+                self.send_response(status)
+                if status == 302:
+                    self.send_header("Location", "/elsewhere")
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_):
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        self.thread.start()
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join(10)

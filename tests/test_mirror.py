@@ -1,5 +1,6 @@
 """A run's folder and its copy on a real S3 server: what arrives, in which order, and what a failing storage costs."""
 
+import dataclasses
 import json
 import logging
 
@@ -220,15 +221,13 @@ def test_a_checkpoint_with_another_byte_is_refused_and_leaves_nothing(server, pr
     assert store.newest(tmp_path / "again" / "checkpoints") is None
 
 
-def test_a_name_that_leads_out_of_the_checkpoint_is_refused(server, proxy, folder, address, tmp_path):
+def test_a_name_that_leads_out_of_the_checkpoint_is_refused(proxy, folder, address, tmp_path):
     copied(folder, address)
-    found = remote.newest(f"{address}/checkpoints")
-    stray = {**json.loads(found.complete), "files": {"../../stray": 5}}
-    server[1].put_object(Bucket=s3.BUCKET, Key=key(address, "stray"), Body=b"stray")
-    server[1].put_object(
-        Bucket=s3.BUCKET, Key=key(address, "checkpoints/step_1/COMPLETE"), Body=json.dumps(stray).encode()
-    )
-    assert remote.newest(f"{address}/checkpoints") is None
+    transfer.put(b"stray", f"{address}/stray")
+    stray = dataclasses.replace(remote.newest(f"{address}/checkpoints"), files={"../../stray": 5})
+    with pytest.raises(StorageError, match=r"has \.\./\.\./stray, which leads out of its folder"):
+        remote.fetch(stray, tmp_path / "again" / "step_1")
+    assert not (tmp_path / "stray").exists()
 
 
 def test_clearing_removes_the_run_and_nothing_else(proxy, folder, address):

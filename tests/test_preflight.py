@@ -215,6 +215,12 @@ def test_given_frames_that_the_family_cannot_take_are_a_recipe_error(sft, tiny_p
     assert "\n" not in str(raised.value)
 
 
+def test_a_model_whose_heads_are_fewer_than_the_ranks_of_a_replica_is_refused(rl):
+    load_model(rl("engine.sequence_parallel=4"), torch.device("cpu"))
+    with pytest.raises(UserError, match="attention heads of SD3Transformer2DModel"):
+        load_model(rl("engine.sequence_parallel=5"), torch.device("cpu"))
+
+
 def test_lora_targets_that_match_nothing_are_a_recipe_error(rl):
     with pytest.raises(RecipeError, match=r"lora\.target_modules: no linear layer of the denoiser ends with nope"):
         load_model(rl("lora.target_modules=[nope]"), torch.device("cpu"))

@@ -132,7 +132,11 @@ _ROWS = (
     ("model.rl.reward_config", "ALL_REWARD_MODELS", "reward.functions names them"),
     ("model.rl.reward_config.remote_reward", "score_key", "a reward gives one number"),
     ("model.rl.reward_config.remote_reward", "scale", "advantages are divided by the deviation of the reward"),
-    ("model.rl.reward_config.remote_reward", "token enqueue_url fetch_url", "reward.endpoint is the service's address"),
+    (
+        "model.rl.reward_config.remote_reward",
+        "token enqueue_url fetch_url",
+        "variables of the reward remote",
+    ),
     ("model.rl.reward_config", "aesthetic.* image_reward.* fake_reward.*", OPTIONS),
     ("optimizer", "optim_type capturable", DEEPSPEED),
     ("optimizer", "master_weights", FLOAT32),

@@ -224,7 +224,9 @@ def named_rewards(value: list[dict[str, Any]], source: Source) -> list[dict[str,
     for function in value:
         key = function.get("score_key", function["name"])
         if key != function["name"]:
-            source.note(f"reward {function['name']}: score_key {key} is up to the reward, which gives one number here")
+            source.note(
+                f"reward {function['name']}: score_key {key} is the option `output` of the rewards that have it"
+            )
     functions = [
         {
             "name": function["name"],
@@ -245,8 +247,8 @@ def known_rewards(functions: list[dict[str, Any]], source: Source) -> list[dict[
 
     for name in sorted({f["name"] for f in functions} - set(registry.names())):
         source.note(
-            f"reward {name} does not come with wfm_ds: write it, or set reward.spawn: false and reward.endpoint to "
-            "the address of a service that has it (docs/rewards.md)"
+            f"reward {name} does not come with wfm_ds: write it, or name it remote/{name} to have it from the service "
+            "that computes it there (docs/rewards.md)"
         )
     return functions
 

@@ -37,7 +37,7 @@ MAY_CHANGE = (
     # How the work is cut over ranks: sums in another order, the same numbers but for their last bits.
     *("engine.deepspeed", "engine.micro_batch_size", "engine.gradient_accumulation", "engine.max_forward_batch"),
     *("engine.sequence_parallel", "engine.guard"),
-    *("reward.spawn", "reward.endpoint", "reward.timeout_s", "reward.start_timeout_s"),
+    *("reward.spawn", "reward.endpoint", "reward.keys", "reward.timeout_s", "reward.start_timeout_s"),
     *("rollout.spawn", "rollout.devices", "rollout.bind", "rollout.in_flight"),
     *("rollout.lost_after_s", "rollout.timeout_s"),
 )

@@ -24,6 +24,7 @@ from wfm_ds.recipe_algorithms import DdrlAlgorithm, SftAlgorithm
 from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.rollout.service import endpoints, spawn_devices
 from wfm_ds.types import Prompt
+from wfm_ds.ulysses.install import check as check_shareable
 from wfm_ds.world import ranks_per_node
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,8 @@ def check_needs(function: RewardFunction, prompts: Sequence[Prompt], *, local: b
 def load_model(recipe: Recipe, device: torch.device, *, placed: bool = False) -> DiffusionModel:
     """The recipe's pipeline, its denoiser as it is stored until an engine places it (`placed`: on the device, for use
     without an engine), or re-initialised when the recipe trains from scratch. Raises ModelError when it cannot be
-    loaded, RecipeError when the recipe's size does not fit the family."""
+    loaded, RecipeError when the recipe's size does not fit the family, UserError when its tokens cannot be shared as
+    the recipe says."""
     settings, size = recipe.model, recipe.sampling
     model = registry.load(
         settings.path,
@@ -108,6 +110,8 @@ def load_model(recipe: Recipe, device: torch.device, *, placed: bool = False) ->
     if isinstance(recipe.algorithm, DdrlAlgorithm):
         check_given_frames(recipe.algorithm, model, shape)
         check_data_levels(recipe.algorithm, model)
+    if recipe.engine.sequence_parallel > 1:
+        check_shareable(model.denoiser, recipe.engine.sequence_parallel)
     if recipe.lora is not None:
         targets = recipe.lora.target_modules or model.default_lora_targets
         if lora_parameters(model.denoiser, targets, recipe.lora.rank) == 0:

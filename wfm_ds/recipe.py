@@ -210,6 +210,9 @@ class RewardRecipe(Section):
     """Start the reward service for this run. Must be false when `endpoint` is set."""
     endpoint: str | None = None
     """A running service: the path of its pipes.json, or an `ipc://` or `tcp://` address."""
+    keys: UserPath | None = None
+    """With `endpoint`: the folder of this run's key and of the service's public one (docs/rewards.md). A service on
+    another machine needs them."""
     timeout_s: PositiveFloat = 120.0
     """A sample without a score after this long counts as failed."""
     max_failed_fraction: Fraction = 0.2
@@ -223,6 +226,8 @@ class RewardRecipe(Section):
     def _one_source(self) -> RewardRecipe:
         if self.spawn == (self.endpoint is not None):
             raise ValueError("set either spawn: true, or endpoint together with spawn: false")
+        if self.keys is not None and self.endpoint is None:
+            raise ValueError("keys are for a service of its own: set endpoint and spawn: false, or leave keys out")
         if not self.spawn:  # a service that runs already has settings of its own
             for function in self.functions:
                 function.require_default("workers", "max_batch", unless="reward.spawn: true")
@@ -322,6 +327,8 @@ class Recipe(Section):
                 raise ValueError(f"algorithm {self.algorithm.name} needs data.kind: prompts")
             if self.is_async and isinstance(self.algorithm, DdrlAlgorithm):
                 raise ValueError("rollout.mode: async is not for algorithm ddrl: set it to colocated")
+            if self.is_async and self.engine.sequence_parallel > 1:
+                raise ValueError("rollout.mode: async needs engine.sequence_parallel: 1, or set it to colocated")
         else:
             unread = [s for s in ("rollout", "reward") if getattr(self, s) is not None]
             if unread:

@@ -29,7 +29,11 @@ class PipesConfig(Section):
     """Where the service listens, and how much it holds."""
 
     clients: str = "ipc"
-    """`ipc` (a socket in `folder`), `ipc:///PATH` or a loopback `tcp://127.0.0.1:PORT` (port 0: any free one)."""
+    """`ipc` (a socket in `folder`), `ipc:///PATH` or a loopback `tcp://127.0.0.1:PORT` (port 0: any free one). With
+    `keys` also another address of this machine, such as `tcp://10.0.0.5:6100`."""
+    keys: Path | None = None
+    """Folder of keys (python -m wfm_ds.pipes.keys new DIR hub): clients must have one that is in its public/. Relative
+    to the configuration file."""
     workers: str = "ipc"
     """The same for its own scorers."""
     folder: Path | None = None

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 MAX_DEATHS = 5
 DEATHS_WINDOW_S = 600.0
 MAX_BACK_OFF_S = 60.0
+STALL_GRACE_S = 5.0  # for a worker that hangs to end by itself and leave its stacks in the log
 STOP_S = 3.0  # for an idle process to leave after its stdin is closed
 
 
@@ -79,6 +80,7 @@ class _Scorer:
     ready: bool = False
     started_at_s: float = 0.0
     start_at_s: float = 0.0  # not before
+    kill_at_s: float = float("inf")  # its process has stalled
     quick_deaths: int = 0  # in a row
     starts: int = 0
 
@@ -135,6 +137,9 @@ class Scorers:
     def tend(self, now_s: float) -> None:
         """Start what is due, bury what has died. Raises RewardError if a reward cannot even start."""
         for scorer in self._scorers:
+            if scorer.process is not None and now_s >= scorer.kill_at_s:
+                log.error("%s neither works nor ends (pid %d): killed", scorer.name, scorer.process.pid)
+                _end(scorer.process)
             if scorer.process is not None and scorer.process.poll() is not None:
                 self._bury(scorer, now_s)
             if scorer.process is None and scorer.reward not in self.down and now_s >= scorer.start_at_s:
@@ -142,9 +147,16 @@ class Scorers:
         self.all_were_ready = self.all_were_ready or not self.waiting_for()
 
     def next_start_s(self, now_s: float) -> float:
-        """Seconds until `tend` has something to start, inf if nothing is planned."""
+        """Seconds until `tend` has something to start or to kill, inf if nothing is planned."""
         planned = [s.start_at_s for s in self._scorers if s.process is None and s.reward not in self.down]
+        planned += [s.kill_at_s for s in self._scorers if s.process is not None]
         return max(0.0, min(planned, default=float("inf")) - now_s)
+
+    def stalled(self, worker: str, now_s: float) -> None:
+        """The hub says that a worker hangs. It has been told to end; one that is stopped is killed after a while."""
+        for scorer in self._scorers:
+            if scorer.worker == worker:
+                scorer.kill_at_s = now_s + STALL_GRACE_S
 
     def read_status(self, scorer: _Scorer) -> None:
         """The selector said that a process's status can be read. Raises RewardError if it could not load."""
@@ -184,7 +196,7 @@ class Scorers:
     def _start(self, scorer: _Scorer, now_s: float) -> None:
         program = self.programs[scorer.reward]
         scorer.worker, scorer.ready, scorer.started_at_s = uuid.uuid4().hex, False, now_s
-        scorer.starts += 1
+        scorer.starts, scorer.kill_at_s = scorer.starts + 1, float("inf")
         settings = {
             "endpoint": self.hub.worker_endpoint,
             "worker": scorer.worker,

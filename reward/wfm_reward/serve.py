@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from wfm_ds.errors import RewardError, UserError
 from wfm_ds.pipes.hub import Hub, Kind
+from wfm_ds.pipes.keys import hub_keys
 from wfm_ds.pipes.sockets import Mailbox, private_folder
 from wfm_reward import registry
 from wfm_reward.config import ServiceConfig, load_config
@@ -63,18 +64,20 @@ class Service:
     """One running service, in the main thread of its process."""
 
     def __init__(self, config: ServiceConfig, base: Path, stop_on_eof: bool) -> None:
-        """Raises PipeError if an endpoint cannot be bound."""
+        """Raises PipeError if an endpoint cannot be bound, KeyFileError if the keys cannot be used."""
         self.config = config
         self.file = base / config.pipes.file
         self.stop_on_eof = stop_on_eof
         self._selector = selectors.DefaultSelector()
         self._signals: Mailbox[int] = Mailbox()
+        self._stalled: Mailbox[str] = Mailbox()  # workers
         self._stop: str | None = None  # why
         self._drain_s = 0.0
         self._folder = config.pipes.folder or private_folder()
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._stats = Stats()
         try:
+            self._keys = None if config.pipes.keys is None else hub_keys(base / config.pipes.keys.expanduser())
             self._hub = self._bound()
             self._scorers = Scorers(self._hub, programs(config, self._folder), self._selector)
             self._port = self._http_port(base) if config.http is not None else None
@@ -85,6 +88,7 @@ class Service:
     def run(self) -> int:
         """Serve until asked to stop. Raises RewardError if a reward cannot start."""
         self._selector.register(self._signals, selectors.EVENT_READ, self._on_signals)
+        self._selector.register(self._stalled, selectors.EVENT_READ, self._on_stalled)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
             signal.signal(number, self._put_signal)
         if self.stop_on_eof:
@@ -132,6 +136,8 @@ class Service:
             max_waiting=pipes.max_waiting,
             max_bytes=pipes.spool_mib * 2**20,
             observer=self._stats.observe,
+            keys=self._keys,
+            on_stall=self._stalled.put,
         )
 
     def _http_port(self, base: Path) -> HttpPort:
@@ -139,7 +145,7 @@ class Service:
             from wfm_reward.web.port import HttpPort, Service
         except ImportError as error:
             raise RewardError(f"the HTTP port needs a package ({error}): pip install 'wfm_ds[reward-http]'") from error
-        return HttpPort(Service(self.config, self._hub, self._scorers, self._stats), base)
+        return HttpPort(Service(self.config, self._hub, self._scorers, self._stats, self._keys), base)
 
     def _announce(self) -> None:
         """Complete or absent, and readable by the owner only."""
@@ -167,6 +173,10 @@ class Service:
                 # While draining nobody reads the mailbox: the next signal acts by itself.
                 for again in (signal.SIGTERM, signal.SIGINT):
                     signal.signal(again, self._leave_at_once)
+
+    def _on_stalled(self) -> None:
+        for worker in self._stalled.take():
+            self._scorers.stalled(worker, time.monotonic())
 
     def _on_stdin(self) -> None:
         if not os.read(0, 4096):

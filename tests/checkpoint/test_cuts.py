@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -93,3 +94,13 @@ def test_states_of_other_parameters_and_sizes_are_refused(tmp_path):
             cuts.gather({"p0": Piece(0, 0, 0, 4)}, [4], 0)
         with pytest.raises(UserError, match="6 of 8 values of p1"):
             cuts.gather({"p0": Piece(0, 0, 0, 4), "p1": Piece(0, 4, 0, 8)}, [12], 0)
+
+
+def test_a_whole_parameter_is_read_and_no_file_stays_mapped(tmp_path):
+    """What was read of a mapped file would count as this process's memory."""
+    states = whole([4, 6])
+    write(tmp_path, states, by_partition([4, 6], 2, 0))
+    with CutStates(tmp_path, 2) as cuts:
+        for name, value in states["train"].items():
+            assert cuts.whole("train", name, value.shape).equal(value)
+            assert str(tmp_path) not in Path("/proc/self/maps").read_text()

@@ -81,13 +81,6 @@ def test_all_weights_are_published_from_shards(train, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_ranks_of_a_replica_have_the_same_samples(train, tmp_path):
-    train("colocated", "sd3_nft", OLD)
-    train("async", "sd3_nft", OLD, *ON_POLICY, "engine.sequence_parallel=2", ranks=2)
-    assert_same_runs(tmp_path / "colocated", tmp_path / "async")
-
-
-@pytest.mark.slow
 def test_a_run_that_has_ended_goes_on_with_workers_of_another_life(train, tmp_path):
     train("whole", "sd3_nft", OLD)
     (ended,) = train("async", "sd3_nft", OLD, *ON_POLICY, "checkpoint.every=1", "run.steps=1")

@@ -27,6 +27,43 @@ def train_stored(url, **arguments):
     return train_on_rank(**arguments)
 
 
+def wait_for_main(refuse):
+    """What `patiently` gives on this rank, while rank 0 takes longer than the others wait for one sign of life."""
+    import threading
+
+    from wfm_ds import world
+    from wfm_ds.errors import UserError
+
+    signs, patience, world.PATIENCE_S = [], world.PATIENCE_S, 0.05
+    one, enough = world.World.join(), threading.Event()
+    reduce = type(one).any
+
+    def counted(self, flag):
+        signs.append(flag)
+        if len(signs) == 3:
+            enough.set()
+        return reduce(self, flag)
+
+    def work():
+        enough.wait(60)
+        if refuse:
+            raise UserError("no")
+        return [1]
+
+    type(one).any = counted
+    try:
+        return [one.patiently(work), len(signs) > 3]
+    except UserError as error:
+        return [str(error), len(signs) > 3]
+    finally:
+        type(one).any, world.PATIENCE_S = reduce, patience
+
+
+def test_all_ranks_wait_for_what_rank_0_does_alone(two_ranks):
+    assert two_ranks.run(wait_for_main, refuse=False) == [[[1], True], [None, True]]
+    assert two_ranks.run(wait_for_main, refuse=True) == [["no", True], ["no", True]]
+
+
 def local_files(folder):
     """What is copied of a run: not the rewards' log, nothing hidden, and no lists that COMPLETE has taken up."""
     files = [f for f in folder.rglob("*") if f.is_file() and f.relative_to(folder).parts[0] != "reward"]

@@ -241,3 +241,59 @@ def test_sigterm_lets_a_task_finish_and_a_second_one_does_not(tmp_path):
             outcomes = client._pipe.take(1.0)
             assert [outcome.ok for outcome in outcomes] == ([True] if scored else [])
             assert not (folder / "pipes.json").exists()
+
+
+def stop_of(pid):
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+
+
+def test_a_worker_that_is_stopped_is_killed_and_replaced(tmp_path):
+    options = {"journal": str(tmp_path / "journal"), "seconds": 0.5}
+    with serving(tmp_path, {BRIGHTNESS: {"max_batch": 1, "stall_s": 2.0, "options": options}}) as (_, client):
+        client.submit(a_batch(["a"] * 3))
+        victim = until(lambda: journal(tmp_path))[0]["pid"]
+        stop_of(victim)
+        scores = client.wait()
+        assert failures(scores, BRIGHTNESS) == {f"s{i}": None for i in range(3)}
+        assert not psutil.pid_exists(victim)
+    assert "neither works nor ends" in (tmp_path / "log").read_text()
+    assert {line["pid"] for line in journal(tmp_path)} - {victim}
+
+
+def test_a_service_that_is_stopped_for_a_while_loses_nothing(tmp_path):
+    options = {"journal": str(tmp_path / "journal"), "seconds": 0.2}
+    with serving(tmp_path, {BRIGHTNESS: {"max_batch": 1, "options": options}}) as (service, client):
+        client.submit(a_batch(["a"] * 6))
+        until(lambda: journal(tmp_path))
+        stop_of(service.pid)
+        threading.Event().wait(3.0)
+        os.kill(service.pid, signal.SIGCONT)
+        assert failures(client.wait(), BRIGHTNESS) == {f"s{i}": None for i in range(6)}
+    done = [i for line in journal(tmp_path) for i in line["ids"]]
+    assert sorted(done) == [f"s{i}" for i in range(6)], "each was scored once"
+
+
+def test_an_item_that_kills_its_workers_spares_those_of_its_batch(tmp_path):
+    """Several requests share a batch; what killed it is tried again alone."""
+    rewards = {MOODY: {"max_batch": 8, "max_wait_ms": 300, "options": {"journal": str(tmp_path / "journal")}}}
+    with serving(tmp_path, rewards) as (_, client):
+        for i, prompt in enumerate(["a", "b", "die", "c"]):
+            client.submit(a_batch([prompt], prefix=f"r{i}-"))
+        why = "its worker died (killed by SIGKILL) (3 attempts)"
+        assert failures(client.wait(), MOODY) == {"r0-0": None, "r1-0": None, "r2-0": why, "r3-0": None}
+    batches = [line["ids"] for line in journal(tmp_path)]
+    assert len(batches[0]) > 1
+    assert batches.count(["r2-0"]) == 2
+
+
+def test_a_full_queue_is_waited_for(tmp_path):
+    options = {"seconds": 0.05}
+    with serving(tmp_path, {BRIGHTNESS: {"max_batch": 1, "max_waiting": 3, "options": options}, OTHER: {}}) as (
+        _,
+        client,
+    ):
+        client.submit(a_batch(["a"] * 20))
+        scores = client.wait()
+    for reward in (BRIGHTNESS, OTHER):
+        assert failures(scores, reward) == {f"s{i}": None for i in range(20)}

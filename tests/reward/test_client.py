@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import yaml
 
+from reward_http import Http, serving
 from wfm_ds.errors import RewardError
 from wfm_ds.pipes.client import PipeClient
+from wfm_ds.pipes.keys import new
 from wfm_ds.recipe import RewardRecipe
 from wfm_ds.rollout.rewards import RewardClient, RewardService, service_config
 from wfm_ds.types import MediaBatch
@@ -270,3 +272,33 @@ def test_submit_returns_while_scoring_goes_on_and_a_deadline_is_a_failure_of_tha
         client.submit(a_batch(1, prefix="again"))
         assert client.wait()["again0"][BRIGHTNESS].value is not None, "what nobody waits for is not scored first"
         client.close()
+
+
+def test_a_service_with_keys_scores_for_those_who_have_one(tmp_path, monkeypatch):
+    keys = tmp_path / "keys"
+    for name in ("hub", "trainer"):
+        new(keys, name)
+    config = {
+        "pipes": {"clients": "tcp://127.0.0.1:0", "keys": "keys"},
+        "http": {"bind": "127.0.0.1:0"},
+        "rewards": {OTHER: {}},
+    }
+    with serving(tmp_path, config) as (_, said):
+        recipe = a_recipe({"name": OTHER}, spawn=False, endpoint=said["pipes"], keys=str(keys))
+        client = RewardClient(said["pipes"], recipe, "run", "rank0")
+        client.submit(a_batch(2))
+        assert all(scores[OTHER].value is not None for scores in client.wait().values())
+        client.close()
+        fields = {"prompts": ["x"], "media_type": "image", "reward_fn": {OTHER: 1}}
+        answer = Http(said["http"], None).scores(fields, a_batch(1).media, OTHER)
+        assert answer["scores"]["brightness"][0] is not None, "the HTTP port is a client too"
+        without = a_recipe({"name": OTHER}, spawn=False, endpoint=said["pipes"], start_timeout_s=3)
+        with pytest.raises(RewardError, match=r"reward service: no answer within 3 s: .* the hub wants keys"):
+            RewardClient(said["pipes"], without, "run", "rank0")
+    with pytest.raises(RewardError, match="one key of a client is needed"):
+        RewardClient("tcp://10.0.0.5:1", without.model_copy(update={"keys": tmp_path}), "run", "rank0")
+
+
+def test_keys_are_for_a_service_of_its_own():
+    with pytest.raises(ValueError, match="keys are for a service of its own"):
+        a_recipe({"name": OTHER}, keys="keys")

@@ -4,15 +4,13 @@ import io
 import json
 import math
 import os
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs
 
 import numpy as np
 import pytest
 
-from reward_http import TOKEN, serving
+from reward_http import TOKEN, Server, serving
 from wfm_ds.errors import RewardError
 from wfm_ds.recipe import RewardRecipe
 from wfm_ds.rollout.rewards import RewardClient, RewardService, service_config
@@ -45,40 +43,6 @@ def a_batch(prompts, media=None, fps=None, metadata=None):
         fps=fps,
         reward="remote",
     )
-
-
-class Server:
-    """Answers each request with the next of `answers`: (status, body or map), or a callable that makes one of it."""
-
-    def __init__(self):
-        self.answers, self.requests = [], []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                outer.requests.append((self.path, dict(self.headers), body))
-                status, content = outer.answers.pop(0) if len(outer.answers) > 1 else outer.answers[0]
-                content = content if isinstance(content, bytes) else json.dumps(content).encode()
-                self.send_response(status)
-                if status == 302:
-                    self.send_header("Location", "/elsewhere")
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, *_):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-        self.thread.start()
-
-    def close(self):
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join(10)
 
 
 @pytest.fixture

@@ -19,8 +19,14 @@ from wfm_reward import registry
 from wfm_reward.rewards.ocr import edit_distance
 
 FOR_IMAGES = {"color", "digits", "jpeg_compressibility", "jpeg_incompressibility", "ocr"}
-BUILT_IN = FOR_IMAGES | {"mock", "motion", "remote"}
-NEEDED = {"remote": {"reward": "pickscore"}}  # options without a default
+FOR_IMAGES |= {"pickscore", "clipscore", "aesthetic", "hpsv2", "hpsv3", "image_reward", "gen_eval", "unified_reward"}
+FOR_VIDEOS = {"motion", "video_align", "dance_grpo", "cosmos_reason1"}
+BUILT_IN = FOR_IMAGES | FOR_VIDEOS | {"mock", "remote"}
+NEEDED = {  # options without a default
+    "remote": {"reward": "pickscore"},
+    "unified_reward": {"endpoint": "http://127.0.0.1:8000/v1"},
+    "cosmos_reason1": {"endpoint": "http://127.0.0.1:8000/v1"},
+}
 
 
 def loaded(name, **options):
@@ -65,12 +71,12 @@ def drawn(text, height=128, width=384, font_size=48, ink="black", paper="white")
 
 
 def test_the_built_in_rewards_are_found_and_describe_themselves():
-    assert set(registry.names()) >= BUILT_IN
+    assert set(registry.names()) == BUILT_IN
     for name in BUILT_IN:
         reward = registry.describe(name)
         assert reward.primary in reward.outputs
         assert reward.media == (
-            {"image"} if name in FOR_IMAGES else {"video"} if name == "motion" else {"image", "video"}
+            {"image"} if name in FOR_IMAGES else {"video"} if name in FOR_VIDEOS else {"image", "video"}
         )
 
 

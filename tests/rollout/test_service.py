@@ -47,6 +47,11 @@ def test_ddrl_has_no_workers():
         Recipe.model_validate(plain)
 
 
+def test_replicas_have_no_workers():
+    with pytest.raises(ValueError, match=r"needs engine\.sequence_parallel: 1"):
+        changed(engine={"sequence_parallel": 2})
+
+
 def test_a_tcp_address_takes_the_next_port_too(tmp_path):
     assert endpoints("tcp://127.0.0.1:6200", None) == ("tcp://127.0.0.1:6200", "tcp://127.0.0.1:6201")
     assert endpoints("ipc", tmp_path) == (f"ipc://{tmp_path}/clients", f"ipc://{tmp_path}/workers")
@@ -91,7 +96,7 @@ def test_a_worker_with_another_recipe_or_pipeline_is_refused_by_name(tiny_pipeli
 def test_workers_that_cannot_be_reached_are_refused_before_the_run():
     check_workers(changed())
     check_workers(changed(rollout={"bind": "tcp://127.0.0.1:6200"}))
-    with pytest.raises(UserError, match=r"only ipc:// and loopback tcp are allowed"):
+    with pytest.raises(UserError, match="tcp://10.0.0.1:6200"):
         check_workers(changed(rollout={"bind": "tcp://10.0.0.1:6200"}))
     with pytest.raises(RecipeError, match="a port from 1 to 65534"):
         check_workers(changed(rollout={"bind": "tcp"}))

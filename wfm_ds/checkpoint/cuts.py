@@ -100,7 +100,10 @@ class CutStates:
         """One parameter's state on the CPU, float32, from wherever its elements lie. Raises UserError as `gather` does,
         and if it has another number of elements."""
         whole = torch.zeros(math.prod(shape))
-        self._fill(whole, state, name, 0, range(self.num_ranks))
+        try:
+            self._fill(whole, state, name, 0, range(self.num_ranks))
+        finally:
+            self._let_go()
         return whole.view(*shape)
 
     def state_names(self) -> list[str]:
@@ -137,6 +140,11 @@ class CutStates:
         if rank not in self._files:
             self._files[rank] = self._held.enter_context(safe_open(self.folder / file_name(rank), "pt"))
         return self._files[rank]
+
+    def _let_go(self) -> None:
+        """Close the files: they are mapped, and what was read of them counts as this process's memory until then."""
+        self._files.clear()
+        self._held.close()
 
     @contextlib.contextmanager
     def _readable(self, rank: int) -> Iterator[None]:

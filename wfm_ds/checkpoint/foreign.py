@@ -102,10 +102,10 @@ class DeepSpeedWeights:
         """The checkpoint's tensors; buffers that it leaves out are the base folder's."""
         (part,) = self.target.parts
         yield from self.states.items()
-        with self.target.stored(part) as stored:
-            for name, _ in persistent_buffers(self.target.bare(part)):
-                if name not in self.states:
-                    yield name, stored.tensor(name)
+        stored = self.target.stored(part)
+        for name, _ in persistent_buffers(self.target.bare(part)):
+            if name not in self.states:
+                yield name, stored.tensor(name)
 
 
 def own_names(states: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -69,9 +69,9 @@ class CheckpointWeights:
         return shapes
 
     def _buffers(self, part: str) -> Iterator[tuple[str, Tensor]]:
-        with self.target.stored(part) as stored:
-            for name, _ in persistent_buffers(self.target.bare(part)):
-                yield self.target.prefix(part) + name, stored.tensor(name)
+        stored = self.target.stored(part)
+        for name, _ in persistent_buffers(self.target.bare(part)):
+            yield self.target.prefix(part) + name, stored.tensor(name)
 
 
 class Pair(NamedTuple):
@@ -100,12 +100,11 @@ class MergedAdapter:
         """All parts' state dicts. Raises ModelError if the LoRA does not fit them."""
         pairs = self._pairs(policy)
         for part in self.target.parts:
-            prefix = self.target.prefix(part)
-            with self.target.stored(part) as stored:
-                for name in self.target.shapes(part):
-                    weight = stored.tensor(name)
-                    pair = pairs.pop(prefix + name.removesuffix(".weight"), None) if name.endswith(".weight") else None
-                    yield prefix + name, weight if pair is None else self._merged(weight, pair)
+            prefix, stored = self.target.prefix(part), self.target.stored(part)
+            for name in self.target.shapes(part):
+                weight = stored.tensor(name)
+                pair = pairs.pop(prefix + name.removesuffix(".weight"), None) if name.endswith(".weight") else None
+                yield prefix + name, weight if pair is None else self._merged(weight, pair)
         if pairs:
             raise ModelError(f"{self.target.base} has no layer {next(iter(pairs))}, which the LoRA is for")
 

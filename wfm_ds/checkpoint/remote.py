@@ -101,6 +101,9 @@ def fetch(found: RemoteCheckpoint, folder: Path, *, moved: Moved = ignore) -> Ch
             shutil.rmtree(folder)
         making.rename(folder)
         atomic.sync(folder.parent)
+    except StorageError:
+        shutil.rmtree(making, ignore_errors=True)
+        raise
     except OSError as error:
         shutil.rmtree(making, ignore_errors=True)
         raise StorageError(f"{found.path} could not be copied to {folder} ({error}): free space there") from error
@@ -143,7 +146,7 @@ def _fetch_files(address: str, sizes: Mapping[str, int], folder: Path) -> None:
 def _inside(folder: Path, name: str, address: str) -> Path:
     file = folder / name
     if not file.resolve().is_relative_to(folder.resolve()):
-        raise StorageError(f"{address} has {name}, which leads out of its folder: it is of nobody that can be trusted")
+        raise StorageError(f"{address} has {name}, which leads out of its folder: no run wrote that")
     return file
 
 

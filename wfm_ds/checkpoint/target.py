@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,19 +78,19 @@ class ExportTarget:
         """What stands before the names of a part's tensors in an engine: nothing, unless there are several parts."""
         return "" if len(self.parts) == 1 else f"{part}."
 
-    @contextlib.contextmanager
-    def stored(self, part: str) -> Iterator[StoredWeights]:
+    def stored(self, part: str) -> StoredWeights:
         """The weights that a part has in the base folder."""
-        with contextlib.ExitStack() as held:
-            yield StoredWeights(self.base / part, held)
+        return StoredWeights(self.base / part)
 
 
 class StoredWeights:
-    """The safetensors of a network in its folder, read tensor by tensor."""
+    """The safetensors of a network in its folder, read tensor by tensor.
 
-    def __init__(self, folder: Path, held: contextlib.ExitStack) -> None:
-        self.folder, self._held = folder, held
-        self._files: dict[str, Any] = {}
+    Each time the file is opened and closed: it is mapped, and all that was read of it counts as memory until then.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         index = folder / f"{WEIGHTS}.safetensors.index.json"
         self._file_of: dict[str, str] | None = read_json(index)["weight_map"] if index.is_file() else None
 
@@ -99,9 +98,8 @@ class StoredWeights:
         """Raises ModelError if the file or the tensor is not there, or cannot be read."""
         file = f"{WEIGHTS}.safetensors" if self._file_of is None else self._file_of.get(name, name)
         try:
-            if file not in self._files:
-                self._files[file] = self._held.enter_context(safe_open(self.folder / file, "pt"))
-            tensor: Tensor = self._files[file].get_tensor(name)
+            with safe_open(self.folder / file, "pt") as opened:
+                tensor: Tensor = opened.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{name} cannot be read from {self.folder} ({error}); copy the pipeline again") from error
         return tensor

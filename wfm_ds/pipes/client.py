@@ -19,6 +19,7 @@ from typing import Any
 import zmq
 
 from wfm_ds.pipes import wire
+from wfm_ds.pipes.keys import ClientKeys
 from wfm_ds.pipes.messages import HUB_TO_CLIENT
 from wfm_ds.pipes.sockets import Dealer, Full, Mailbox, PipeError, check_endpoint
 from wfm_ds.pipes.wire import Array, Buffer, Message, TensorSpec, WireError
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 POLL_MS = 100
 ATTACH_S = 0.1  # between attempts to attach, and to find the hub's new address
+REOPEN_S = 1.0  # before a hub that has refused this client is tried again
 SINCE_S = 2.0  # between signs of life
 RESUBMIT_S = 2.0  # until accepted
 FULL_S = 1.0  # before a full hub is asked again
@@ -87,13 +89,14 @@ class _Submission:
 class PipeClient:
     """One submitter. The methods are for one thread of the caller, other than `close`, which any may call."""
 
-    def __init__(self, endpoint: str, *, run: str, client: str) -> None:
+    def __init__(self, endpoint: str, *, run: str, client: str, keys: ClientKeys | None = None) -> None:
         """`endpoint`: ipc://, tcp:// or the path of a pipes.json, which is read again when the hub is lost.
 
         (run, client) names the submitter; a later one of that name replaces an earlier one. Raises PipeError for an
         address that is not allowed.
         """
-        self.endpoint = endpoint if "://" not in endpoint else check_endpoint(endpoint)
+        self.endpoint = endpoint if "://" not in endpoint else check_endpoint(endpoint, keys=keys is not None)
+        self._keys = keys
         self.kinds: dict[str, dict[str, Any]] = {}  # what the hub offers, once attached
         self._identity = {"run": run, "client": client, "epoch": time.time_ns()}
         self._commands: Mailbox[Callable[[], None]] = Mailbox()
@@ -108,7 +111,7 @@ class PipeClient:
         self._session = ""  # while attached
         self._last_session = ""
         self._seq = 0
-        self._heard_at_s = time.monotonic()
+        self._heard_at_s = self._opened_at_s = time.monotonic()
         self._mids = itertools.count(1)
         self._submissions: list[_Submission] = []
         self._where: dict[str, _Submission] = {}
@@ -234,16 +237,22 @@ class PipeClient:
             return
         self._attach_at_s = now_s
         try:
-            endpoint = locate(self.endpoint)
+            endpoint = locate(self.endpoint, keys=self._keys is not None)
         except PipeError as error:
             self._trouble = str(error)
             return
-        if self._dealer is None or self._dealer.endpoint != endpoint:
+        refusal = self._dealer.trouble() if self._dealer is not None else ""
+        # zmq does not come back by itself to a hub that has refused it.
+        stale = bool(refusal) and now_s - self._opened_at_s > REOPEN_S
+        if self._dealer is None or self._dealer.endpoint != endpoint or stale:
             if self._dealer is not None:
                 self._dealer.close()
-            self._dealer = Dealer(self._context, endpoint)
+            self._dealer, self._opened_at_s = Dealer(self._context, endpoint, self._keys), now_s
         listens = self._send("attach", self._identity)
-        self._trouble = f"{endpoint} does not answer" if listens else f"nobody listens at {endpoint}"
+        if refusal:
+            self._trouble = f"{endpoint}: {refusal}"
+        elif now_s - self._opened_at_s > REOPEN_S or not self._trouble.startswith(f"{endpoint}: "):
+            self._trouble = f"{endpoint} does not answer" if listens else f"nobody listens at {endpoint}"
 
     def _keep_in_touch(self, now_s: float) -> None:
         in_flight = 0
@@ -360,10 +369,10 @@ class PipeClient:
         return False
 
 
-def locate(endpoint: str) -> str:
+def locate(endpoint: str, *, keys: bool = False) -> str:
     """The address for clients: `endpoint` itself, or what the pipes.json of that path says. Raises PipeError."""
     if "://" in endpoint:
-        return check_endpoint(endpoint)
+        return check_endpoint(endpoint, keys=keys)
     try:
         content = json.loads(Path(endpoint).read_text())
     except FileNotFoundError as error:
@@ -373,4 +382,4 @@ def locate(endpoint: str) -> str:
     address = content.get("clients") if isinstance(content, dict) else None
     if not isinstance(address, str):
         raise PipeError(f"{endpoint} does not say where `clients` connect")
-    return check_endpoint(address)
+    return check_endpoint(address, keys=keys)

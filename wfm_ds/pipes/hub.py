@@ -22,9 +22,10 @@ from typing import Any
 import zmq
 
 from wfm_ds.pipes import wire
+from wfm_ds.pipes.keys import HubKeys
 from wfm_ds.pipes.ledger import Ledger
 from wfm_ds.pipes.messages import CLIENT_TO_HUB, META_BYTES, REASON_CHARS, WORKER_TO_HUB
-from wfm_ds.pipes.sockets import Full, Mailbox, Router, Unreachable
+from wfm_ds.pipes.sockets import Full, Mailbox, Router, Unreachable, authenticator
 from wfm_ds.pipes.spool import NotHeld, Spool
 from wfm_ds.pipes.status import Ended, HubStatus, ignore
 from wfm_ds.pipes.tasks import Admission, Completion, Grant, Refused, Task, Verdict
@@ -78,10 +79,13 @@ class Hub:
         max_waiting: int = 20000,
         max_bytes: int = 2**32,
         observer: Callable[[Ended], None] = ignore,
+        keys: HubKeys | None = None,
+        on_stall: Callable[[str], None] = lambda worker: None,
         silent_worker_s: float | None = None,
     ) -> None:
         """Endpoints may end in port 0 or *. `observer` is called in the hub's thread with every task that ends: it must
-        be quick, and not raise. Raises PipeError if an endpoint cannot be bound.
+        be quick, and not raise. `on_stall` likewise, with the id of a worker that seems to hang. With `keys` clients
+        must have one that they allow. Raises PipeError if an endpoint cannot be bound.
 
         `silent_worker_s`: a worker that is not heard of for this long is lost, and what it holds is given to others;
         None: its supervisor alone decides. One that comes back is a worker again.
@@ -90,7 +94,7 @@ class Hub:
         self.kinds = dict(kinds)
         self.rejected: Counter[str] = Counter()
         self.error: Exception | None = None
-        self._observer = observer
+        self._observer, self._on_stall = observer, on_stall
         self._ledger = Ledger(
             {name: kind.stall_s for name, kind in kinds.items()},
             max_waiting=max_waiting,
@@ -102,7 +106,8 @@ class Hub:
         self._context: zmq.Context[Any] = zmq.Context()
         self._routers: list[Router] = []
         try:
-            self._clients = self._bound(clients)
+            self._authenticator = None if keys is None else authenticator(self._context, keys)
+            self._clients = self._bound(clients, keys)
             self._workers = self._bound(workers)
         except Exception:
             self._close()
@@ -190,8 +195,8 @@ class Hub:
         waited_s = max(0.0, time.monotonic() - work.submitted_at_s - completion.seconds)
         self._observer(Ended(task.kind, work.rows, work.specs, work.frames, completion, waited_s))
 
-    def _bound(self, endpoint: str) -> Router:
-        router = Router(self._context, endpoint)
+    def _bound(self, endpoint: str, keys: HubKeys | None = None) -> Router:
+        router = Router(self._context, endpoint, keys)
         self._routers.append(router)
         return router
 
@@ -217,6 +222,7 @@ class Hub:
         self._lose_silent_workers(now_s)
         for worker, task_id in self._ledger.expire(now_s):
             log.warning("task %s stalled in worker %s", task_id, worker)
+            self._on_stall(worker)
             self._to_worker(worker, "cancel", {"ids": [task_id], "why": "stalled"})
         for owner in [o for o, client in self._attached.items() if now_s - client.seen_at_s > SILENT_CLIENT_S]:
             self._forget(owner)
@@ -241,6 +247,8 @@ class Hub:
         for router in self._routers:
             router.close()
         self._commands.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
         self._context.term()  # bounded by the sockets' linger
         for router in self._routers:
             router.release()

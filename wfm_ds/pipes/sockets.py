@@ -1,7 +1,8 @@
 """The only place that opens a socket and sets its options. DEALER (a peer, connects) <-> ROUTER (a hub, binds).
 
 A socket belongs to one thread. Other threads reach that thread through its Mailbox. Endpoints are ipc paths in private
-folders or loopback tcp: nothing here encrypts or authenticates, so nothing here listens on a network.
+folders or loopback tcp; on other addresses of this machine nothing listens without keys (keys.py), which encrypt and
+authenticate.
 """
 
 from __future__ import annotations
@@ -20,13 +21,22 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import recv_monitor_message
 
 from wfm_ds.errors import UserError
+from wfm_ds.pipes.keys import ClientKeys, HubKeys
 from wfm_ds.pipes.wire import FRAME_BYTES, Buffer
 
 IPC_PATH_BYTES = 107  # of sockaddr_un
 LINGER_MS = 2000
 HIGH_WATER_MARK = 64  # messages; a safety net, credit is the bound
+ZAP_DOMAIN = b"wfm"
+EVERY_INTERFACE = ("*", "0.0.0.0", "::")
+
+HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 
 T = TypeVar("T")
 
@@ -77,8 +87,11 @@ class Mailbox(Generic[T]):
             self._writer.close()
 
 
-def check_endpoint(endpoint: str) -> str:
-    """The endpoint, if it may be used: ipc://PATH or tcp:// on loopback. Raises PipeError with the way out."""
+def check_endpoint(endpoint: str, *, keys: bool = False) -> str:
+    """The endpoint, if it may be used: ipc://PATH, tcp:// on loopback, or with keys any one tcp:// address.
+
+    Raises PipeError with the way out.
+    """
     if endpoint.startswith("ipc://"):
         path = endpoint.removeprefix("ipc://")
         if not path.startswith("/") or len(os.fsencode(path)) > IPC_PATH_BYTES:
@@ -92,9 +105,11 @@ def check_endpoint(endpoint: str) -> str:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         loopback = False
-    if not loopback:
-        raise PipeError(f"{endpoint}: only ipc:// and loopback tcp are allowed, messages travel unencrypted")
-    return endpoint
+    if loopback or (keys and host not in EVERY_INTERFACE):
+        return endpoint
+    if keys:
+        raise PipeError(f"{endpoint}: name one address of this machine, not all of them")
+    raise PipeError(f"{endpoint}: only ipc:// and loopback tcp are allowed without keys, messages travel unencrypted")
 
 
 def private_folder() -> Path:
@@ -108,13 +123,18 @@ def private_folder() -> Path:
 class Router:
     """The hub's end: many peers, addressed by the routes that zmq gave them."""
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str) -> None:
-        """Raises PipeError if the endpoint is not allowed, or in use."""
-        check_endpoint(endpoint)
+    def __init__(self, context: zmq.Context[Any], endpoint: str, keys: HubKeys | None = None) -> None:
+        """`keys` need a ThreadAuthenticator in the context (`authenticator`). Raises PipeError if the endpoint is not
+        allowed, or in use."""
+        check_endpoint(endpoint, keys=keys is not None)
         self._lock_file = _locked(Path(endpoint.removeprefix("ipc://"))) if endpoint.startswith("ipc://") else None
         self.socket = context.socket(zmq.ROUTER)
         _set_options(self.socket)
         self.socket.set(zmq.ROUTER_MANDATORY, 1)  # else what cannot be delivered vanishes silently
+        if keys is not None:
+            self.socket.set(zmq.CURVE_SERVER, 1)
+            self.socket.set(zmq.CURVE_SECRETKEY, keys.secret)
+            self.socket.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         try:
             self.socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -147,13 +167,20 @@ class Router:
 class Dealer:
     """A peer's end: one hub, which may come later, go, and come back."""
 
-    def __init__(self, context: zmq.Context[Any], endpoint: str) -> None:
-        check_endpoint(endpoint)
+    def __init__(self, context: zmq.Context[Any], endpoint: str, keys: ClientKeys | None = None) -> None:
+        check_endpoint(endpoint, keys=keys is not None)
+        self._keys = keys
+        self._trouble = ""
         self.socket = context.socket(zmq.DEALER)
         _set_options(self.socket)
         self.socket.set(zmq.IMMEDIATE, 1)  # an outage is seen, nothing is queued for a hub that is not there
         self.socket.set(zmq.RECONNECT_IVL, 100)
         self.socket.set(zmq.RECONNECT_IVL_MAX, 1000)
+        if keys is not None:
+            self.socket.set(zmq.CURVE_PUBLICKEY, keys.public)
+            self.socket.set(zmq.CURVE_SECRETKEY, keys.secret)
+            self.socket.set(zmq.CURVE_SERVERKEY, keys.hub)
+        self._monitor = self.socket.get_monitor_socket(HANDSHAKE_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self.socket.connect(endpoint)
         self.endpoint = endpoint
 
@@ -164,8 +191,39 @@ class Dealer:
         """Raises Full if there is no hub, or it does not read; nothing was sent. The payload is not copied."""
         _send(self.socket, [header, *payload])
 
+    def trouble(self) -> str:
+        """Why the hub does not want this peer, as far as its last attempt to connect tells; "" if nothing is known."""
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._trouble = ""
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                name = self._keys.name if self._keys is not None else ""
+                self._trouble = f"the hub does not know the key {name}: copy public/{name}.key to its folder of keys"
+            elif self._keys is not None:
+                self._trouble = "no handshake: the hub has another key than public/hub.key here, or uses none"
+            else:
+                self._trouble = "no handshake: the hub wants keys, or this is no hub"
+        return self._trouble
+
     def close(self) -> None:
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+        self._monitor.close(linger=0)
         self.socket.close(linger=LINGER_MS)
+
+
+def authenticator(context: zmq.Context[Any], keys: HubKeys) -> ThreadAuthenticator:
+    """Lets in, to the context's sockets with keys, whom they allow. The caller stops it before the context ends."""
+
+    class Allowed:
+        def callback(self, domain: str, key: bytes) -> bool:
+            return keys.allowed(key)
+
+    thread = ThreadAuthenticator(context)
+    thread.start()
+    thread.configure_curve_callback(domain=ZAP_DOMAIN.decode(), credentials_provider=Allowed())
+    return thread
 
 
 def _set_options(sock: zmq.Socket[Any]) -> None:

@@ -26,6 +26,7 @@ import yaml
 
 from wfm_ds.errors import RewardError
 from wfm_ds.pipes.client import Outcome, PipeClient
+from wfm_ds.pipes.keys import KeyFileError, client_keys
 from wfm_ds.pipes.sockets import PipeError, private_folder
 from wfm_ds.pipes.submission import submit_in_pieces
 from wfm_ds.recipe import RewardFunction, RewardRecipe
@@ -188,9 +189,9 @@ class RewardClient:
     ) -> None:
         """`endpoint`: path of a pipes.json, ipc:// or tcp://; (run, client) names this submitter at the service.
 
-        Raises RewardError if nobody answers within reward.start_timeout_s, or if the service does not offer a reward
-        that the recipe names, or computes it with other options. A service that stays silent for lost_after_s fails
-        what is submitted.
+        Raises RewardError if the recipe's keys cannot be used, nobody answers within reward.start_timeout_s, or the
+        service does not offer a reward that the recipe names, or computes it with other options. A service that stays
+        silent for lost_after_s fails what is submitted.
         """
         self._reward = reward
         self._lost_after_s = lost_after_s
@@ -200,8 +201,9 @@ class RewardClient:
         self._scores: dict[str, dict[str, Score]] = {}
         try:
             # The token: runs whose folders have the same name may share a service.
-            self._pipe = PipeClient(endpoint, run=run[:MAX_RUN_CHARS], client=self._token)
-        except PipeError as error:
+            keys = None if reward.keys is None else client_keys(Path(reward.keys))
+            self._pipe = PipeClient(endpoint, run=run[:MAX_RUN_CHARS], client=self._token, keys=keys)
+        except (PipeError, KeyFileError) as error:
             raise RewardError(f"reward service: {error}") from error
         try:
             self._pipe.attach(reward.start_timeout_s)

@@ -31,6 +31,7 @@ class SharedTokens(ABC):
 
     transformer: ClassVar[type[nn.Module]]
     patch_embedding: ClassVar[str]  # the module whose output is split
+    exchanges_heads: ClassVar[bool] = True  # whether attention gives each rank some heads
     refused: ClassVar[Mapping[str, str]] = {}  # arguments of forward that would need a share of their own, in words
 
     def __init__(self, transformer: Any, group: ProcessGroup) -> None:
@@ -42,6 +43,7 @@ class SharedTokens(ABC):
         for name, part in transformer.named_modules():
             if getattr(part, "fused_projections", False):
                 raise self.cannot(f"{name} has fused projections; call unfuse_qkv_projections() first")
+        self.check(transformer.config, self.num_ranks)
         self.share_blocks(transformer)
         change_arguments(transformer, self._enter)
         getattr(transformer, self.patch_embedding).register_forward_hook(self._split)
@@ -66,8 +68,11 @@ class SharedTokens(ABC):
         share = own(x, dim, self.lengths if lengths is None else lengths, self.group)
         return share.clone(memory_format=torch.contiguous_format)
 
-    def require_heads(self) -> None:
-        shares(self.config.num_attention_heads, self.num_ranks, f"attention heads of {self.transformer.__name__}")
+    @classmethod
+    def check(cls, config: Any, num_ranks: int) -> None:
+        """UserError for a transformer that this many ranks cannot share whatever its inputs."""
+        if cls.exchanges_heads:
+            shares(config.num_attention_heads, num_ranks, f"attention heads of {cls.transformer.__name__}")
 
     def take_processor(self, attention: Any, stock: type) -> Any:
         """The stock processor that a family replaces; UserError if it is another one."""

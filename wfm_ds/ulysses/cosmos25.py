@@ -27,7 +27,6 @@ class Cosmos25(SharedTokens):
     refused: ClassVar = {"block_controlnet_hidden_states": "ControlNet residuals"}
 
     def share_blocks(self, transformer: Any) -> None:
-        self.require_heads()
         self.frames: tuple[int, int] | None = None  # videos and frames, if each frame has a time
         attentions = [block.attn1 for block in transformer.transformer_blocks]
         for attention in attentions:

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pkgutil
 from functools import cache
+from typing import Any
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -38,6 +39,18 @@ def install(denoiser: nn.Module, group: ProcessGroup) -> None:
     Raises UserError naming the class and what cannot be shared; a forward does too, on all ranks alike, for inputs too
     small to share.
     """
+    for transformer, family in served(denoiser):
+        family(transformer, group)
+
+
+def check(denoiser: nn.Module, num_ranks: int) -> None:
+    """UserError as of `install`, as far as it can be told without ranks."""
+    for transformer, family in served(denoiser):
+        family.check(transformer.config, num_ranks)
+
+
+def served(denoiser: nn.Module) -> list[tuple[Any, type[SharedTokens]]]:
+    """The transformers in a denoiser with their families. Raises UserError if there is another one."""
     known = families()
     transformers = [denoiser] if type(denoiser) in known else list(denoiser.children())
     if not transformers or any(type(transformer) not in known for transformer in transformers):
@@ -46,5 +59,4 @@ def install(denoiser: nn.Module, group: ProcessGroup) -> None:
             f"{type(denoiser).__name__} cannot share its tokens among ranks; set engine.sequence_parallel to 1, or use "
             f"a model with one of {names}"
         )
-    for transformer in transformers:
-        known[type(transformer)](transformer, group)
+    return [(transformer, known[type(transformer)]) for transformer in transformers]

@@ -26,6 +26,7 @@ EPS = 1e-15  # of the stock processors
 class Sana(SharedTokens):
     transformer = SanaTransformer2DModel
     patch_embedding = "patch_embed"
+    exchanges_heads = False
     refused: ClassVar[Mapping[str, str]] = {
         "attention_mask": "masks of self-attention",
         "controlnet_block_samples": "ControlNet residuals",

@@ -27,6 +27,7 @@ from wfm_ds.ulysses.sana import EPS
 class SanaVideo(SharedTokens):
     transformer = SanaVideoTransformer3DModel
     patch_embedding = "patch_embedding"
+    exchanges_heads = False
     refused: ClassVar[Mapping[str, str]] = {
         "attention_mask": "masks of self-attention",
         "controlnet_block_samples": "ControlNet residuals",

@@ -39,7 +39,6 @@ class SD3(SharedTokens):
     refused: ClassVar = {"block_controlnet_hidden_states": "ControlNet residuals"}
 
     def share_blocks(self, transformer: Any) -> None:
-        self.require_heads()
         self.text_lengths: list[int] = []
         attentions = [
             attention

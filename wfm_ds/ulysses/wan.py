@@ -25,7 +25,6 @@ class Wan(SharedTokens):
     patch_embedding = "patch_embedding"
 
     def share_blocks(self, transformer: Any) -> None:
-        self.require_heads()
         attentions = [block.attn1 for block in transformer.blocks]
         stock = [self.take_processor(attention, WanAttnProcessor) for attention in attentions]
         for attention, processor in zip(attentions, stock, strict=True):

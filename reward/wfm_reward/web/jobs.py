@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from wfm_ds.pipes.client import Outcome, PipeClient
+from wfm_ds.pipes.keys import ClientKeys
 from wfm_ds.pipes.submission import Piece, submit_in_pieces
 from wfm_ds.pipes.wire import Array
 from wfm_reward.web.problem import Problem
@@ -66,7 +67,9 @@ class Job:
 class Jobs:
     """Create and use within the event loop; `close` ends the thread."""
 
-    def __init__(self, endpoint: str, max_batch: Mapping[str, int], result_ttl_s: float) -> None:
+    def __init__(
+        self, endpoint: str, max_batch: Mapping[str, int], result_ttl_s: float, keys: ClientKeys | None
+    ) -> None:
         """`max_batch`: by reward."""
         self.max_batch = dict(max_batch)
         self.pending_bytes = 0  # of requests that are being received, or not scored yet
@@ -77,7 +80,7 @@ class Jobs:
         self._numbers = itertools.count(1)
         self._running: set[asyncio.Task[None]] = set()
         self._name = uuid.uuid4().hex[:12]
-        self._pipe = PipeClient(endpoint, run="http", client=self._name)
+        self._pipe = PipeClient(endpoint, run="http", client=self._name, keys=keys)
         self._loop = asyncio.get_running_loop()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._collect, name="http results", daemon=True)

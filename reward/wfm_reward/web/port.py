@@ -23,6 +23,7 @@ from aiohttp import ClientPayloadError, web
 import wfm_ds
 from wfm_ds.errors import RewardError
 from wfm_ds.pipes.hub import Hub
+from wfm_ds.pipes.keys import HubKeys
 from wfm_reward import registry
 from wfm_reward.config import ServiceConfig
 from wfm_reward.scorers import Scorers
@@ -56,6 +57,7 @@ class Service:
     hub: Hub
     scorers: Scorers
     stats: Stats
+    keys: HubKeys | None
 
 
 class HttpPort:
@@ -135,7 +137,8 @@ class HttpPort:
 
     async def _with_jobs(self, app: web.Application) -> AsyncIterator[None]:
         max_batch = {name: reward.max_batch for name, reward in self._service.config.rewards.items()}
-        self._jobs = Jobs(self._service.hub.client_endpoint, max_batch, self.config.result_ttl_s)
+        keys = None if self._service.keys is None else self._service.keys.insider
+        self._jobs = Jobs(self._service.hub.client_endpoint, max_batch, self.config.result_ttl_s, keys)
         yield
         await asyncio.to_thread(self._jobs.close)
 

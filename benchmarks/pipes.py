@@ -1,0 +1,255 @@
+"""`python -m benchmarks.pipes`: tensors from one process to another, against raw pyzmq and pickle over HTTP.
+
+One sender and one receiver on this machine, interleaved, so that all peers meet the same load. The receiver of each
+peer ends with a tensor of its own: raw pyzmq copies its frames into one, ours does the same behind its checks and
+checksums, pickle makes one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import itertools
+import pickle
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import zmq
+
+from wfm_ds.pipes import wire
+from wfm_ds.pipes.messages import CLIENT_TO_HUB, HUB_TO_CLIENT
+from wfm_ds.pipes.sockets import Dealer, Full, Router, private_folder
+
+WINDOW = 4  # messages under way
+SMALL = 200  # bytes of a message whose way there and back is timed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipes", description=__doc__)
+    parser.add_argument("--mib", type=int, nargs="+", default=[1, 8, 32], help="sizes of the tensors")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of one round of one peer")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/")
+    parser.add_argument("--receive", metavar="FOLDER", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.receive:
+        return receive(options.receive)
+    folder = private_folder()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.pipes", "--receive", str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert child.stdout is not None
+        port, endpoint = child.stdout.readline().split()
+        places = {"ipc": [f"ipc://{folder}/{name}" for name in ("raw", "ours")], "tcp": endpoint.split(",")}
+        rows = [row for name, at in places.items() for row in _measured(name, at, port, options)]
+    finally:
+        child.kill()
+        child.wait()
+        shutil.rmtree(folder)
+    from benchmarks import report
+
+    sys.stdout.write(report.table(rows) + "\n")
+    if options.write:
+        sys.stdout.write(f"{report.write('pipes', report.machine(), rows)}\n")
+    return 0
+
+
+def _measured(transport: str, at: Sequence[str], port: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    context: zmq.Context[Any] = zmq.Context()
+    rows = []
+    for mib in options.mib:
+        tensor = np.random.default_rng(0).integers(0, 256, mib * 2**20, dtype=np.uint8)
+        peers: dict[str, Any] = {
+            "raw pyzmq": Raw(context, at[0]),
+            "wfm_ds.pipes": Ours(context, at[1]),
+            "pickle, HTTP": Http(port),
+        }
+        rates: dict[str, list[float]] = {name: [] for name in peers}
+        for _ in range(options.rounds):
+            for name, peer in peers.items():
+                rates[name].append(_rate(peer, tensor, options.seconds))
+        trips = {name: _trips(peer, options.seconds) for name, peer in peers.items()}
+        for name, peer in peers.items():
+            best = [a / b for a, b in zip(rates[name], rates["raw pyzmq"], strict=True)]
+            rows.append({
+                "transport": "HTTP" if name.endswith("HTTP") else transport,
+                "peer": name,
+                "MiB": mib,
+                "GiB/s": _spread(rates[name]),
+                "of raw": _spread(best),
+                "round trip us": _spread(trips[name]),
+            })  # fmt: skip
+            peer.close()
+    context.term()
+    return rows
+
+
+def _rate(peer: Any, tensor: wire.Array, seconds: float) -> float:
+    """GiB/s while WINDOW messages are under way."""
+    peer.send(tensor)
+    peer.wait(0)  # connected, and warm
+    count, started = 0, time.perf_counter()
+    while time.perf_counter() - started < seconds:
+        peer.send(tensor)
+        count += 1
+        peer.wait(WINDOW - 1)
+    peer.wait(0)
+    return count * tensor.nbytes / 2**30 / (time.perf_counter() - started)
+
+
+def _trips(peer: Any, seconds: float) -> list[float]:
+    small = np.zeros(SMALL, np.uint8)
+    found: list[float] = []
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        started = time.perf_counter()
+        peer.send(small)
+        peer.wait(0)
+        found.append((time.perf_counter() - started) * 1e6)
+    return found
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
+
+
+# Senders
+
+
+class Raw:
+    """The same frames as ours, and no more."""
+
+    def __init__(self, context: zmq.Context[Any], endpoint: str) -> None:
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.connect(endpoint)
+        self._open = 0
+
+    def send(self, tensor: wire.Array) -> None:
+        data = tensor.data
+        frames = [data[at : at + wire.FRAME_BYTES] for at in range(0, tensor.nbytes, wire.FRAME_BYTES)]
+        self._socket.send_multipart([b"tensor", *frames], copy=False)
+        self._open += 1
+
+    def wait(self, most: int) -> None:
+        while self._open > most:
+            self._socket.recv()
+            self._open -= 1
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+class Ours:
+    def __init__(self, context: zmq.Context[Any], endpoint: str) -> None:
+        self._dealer = Dealer(context, endpoint)
+        self._mids = itertools.count(1)
+        self._open = 0
+
+    def send(self, tensor: wire.Array) -> None:
+        specs, frames = wire.pack_tensors([("media", tensor)])
+        header = wire.encode("submit", next(self._mids), {"rows": [{"id": "a"}], "tasks": []}, specs)
+        while True:
+            try:
+                self._dealer.send(header, list(itertools.chain(*frames)))
+                break
+            except Full:
+                self._dealer.socket.poll(10)
+        self._open += 1
+
+    def wait(self, most: int) -> None:
+        while self._open > most:
+            self._dealer.socket.poll()
+            while (frames := self._dealer.receive()) is not None:
+                wire.decode([frame.buffer for frame in frames], HUB_TO_CLIENT)
+                self._open -= 1
+
+    def close(self) -> None:
+        self._dealer.close()
+
+
+class Http:
+    def __init__(self, port: str) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", int(port))
+
+    def send(self, tensor: wire.Array) -> None:
+        self._connection.request("POST", "/", pickle.dumps(tensor, protocol=5))
+        self._connection.getresponse().read()
+
+    def wait(self, most: int) -> None:
+        """`send` has waited."""
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+# The receiving process
+
+
+def receive(folder: str) -> int:
+    """Serve all peers until stdin is closed; says where on stdout."""
+    context: zmq.Context[Any] = zmq.Context()
+    tcp = []
+    for transport in ("ipc", "tcp"):
+        raw = context.socket(zmq.ROUTER)
+        raw.bind(f"ipc://{folder}/raw" if transport == "ipc" else "tcp://127.0.0.1:*")
+        ours = Router(context, f"ipc://{folder}/ours" if transport == "ipc" else "tcp://127.0.0.1:*")
+        tcp = [raw.get_string(zmq.LAST_ENDPOINT), ours.endpoint]
+        threading.Thread(target=_serve_raw, args=(raw,), daemon=True).start()
+        threading.Thread(target=_serve_ours, args=(ours,), daemon=True).start()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Unpickler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    sys.stdout.write(f"{server.server_port} {','.join(tcp)}\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+    return 0
+
+
+def _serve_raw(router: zmq.Socket[Any]) -> None:
+    while True:
+        route, _, *frames = router.recv_multipart(copy=False)
+        tensor, at = np.empty(sum(len(frame) for frame in frames), np.uint8), 0
+        for frame in frames:
+            tensor[at : at + len(frame)] = np.frombuffer(frame.buffer, np.uint8)
+            at += len(frame)
+        router.send_multipart([route.bytes, b"ok"])
+
+
+def _serve_ours(router: Router) -> None:
+    answer = {"ids": ["a"], "known": [], "refused": []}
+    while True:
+        router.socket.poll()
+        while (received := router.receive()) is not None:
+            route, frames = received
+            message = wire.decode([frame.buffer for frame in frames], CLIENT_TO_HUB)
+            message.tensors()
+            router.send(route, wire.encode("accepted", message.mid, answer))
+
+
+class _Unpickler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        pickle.loads(self.rfile.read(int(self.headers["Content-Length"])))  # noqa: S301  (the peer that is measured)
+        self.send_response(200)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"ok")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Not a line a request."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

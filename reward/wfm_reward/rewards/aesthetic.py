@@ -1,0 +1,65 @@
+"""LAION's aesthetic predictor (github.com/christophschuhmann/improved-aesthetic-predictor): a head on CLIP ViT-L/14."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+from wfm_reward.base import MediaBatch, Range, Reward, RewardError, Score
+from wfm_reward.rewards._clip import Clip
+from wfm_reward.rewards._weights import file_of, loaded
+
+LAYERS = (0, 2, 4, 6, 7)  # the linear ones of the published nn.Sequential; the others are dropout
+
+
+class Aesthetic(Reward):
+    """What people would give the picture, from 1 to 10, without a look at the prompt; usually 4 to 7, and unbounded."""
+
+    name = "aesthetic"
+    media = frozenset({"image"})
+    outputs: ClassVar = {"aesthetic": Range(-math.inf, math.inf)}
+    primary = "aesthetic"
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        *,
+        model: str = "openai/clip-vit-large-patch14",
+        head: str = "trl-lib/ddpo-aesthetic-predictor:aesthetic-model.pth",
+        dtype: str = "float32",
+        **options: Any,
+    ) -> None:
+        """`head`: sac+logos+ava1-l14-linearMSE.pth, as a file or as OWNER/REPOSITORY:FILE on the hub."""
+        super().__init__(device, **options)
+        self.model, self.head, self.dtype = model, head, dtype
+
+    def load(self) -> None:
+        """Raises RewardError if the head is not one for this CLIP."""
+        import torch
+        from torch import nn
+
+        self._clip = Clip(self.name, self.model, self.model, self.device, self.dtype)
+
+        def load_head(address: str) -> dict[str, Any]:
+            weights: dict[str, Any] = torch.load(file_of(address), map_location="cpu", weights_only=True)
+            return weights
+
+        weights = loaded(self.name, "the head", self.head, load_head)
+        size = self._clip.model.config.projection_dim
+        try:
+            layers = [(weights[f"layers.{i}.weight"].float(), weights[f"layers.{i}.bias"].float()) for i in LAYERS]
+            head = nn.Sequential(*(nn.Linear(weight.shape[1], weight.shape[0]) for weight, _ in layers))
+            for linear, (weight, bias) in zip(head, layers, strict=True):
+                linear.load_state_dict({"weight": weight, "bias": bias})
+        except (KeyError, RuntimeError) as error:
+            raise RewardError(f"reward aesthetic: {self.head} is not the published head: {error}") from error
+        if layers[0][0].shape[1] != size or layers[-1][0].shape[0] != 1:
+            raise RewardError(f"reward aesthetic: {self.head} is not a head for embeddings of {size} numbers")
+        self._head = head.to(self.device).eval()
+
+    def score(self, batch: MediaBatch) -> list[Score]:
+        import torch
+
+        with torch.inference_mode():
+            values = self._head(self._clip.images(batch.media))[:, 0].tolist()
+        return [item.scored(value) for item, value in zip(batch, values, strict=True)]

@@ -1,0 +1,35 @@
+"""CLIP score: how near picture and prompt are for OpenAI's CLIP ViT-L/14."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from wfm_reward.base import MediaBatch, Range, Reward, Score
+from wfm_reward.rewards._clip import Clip
+
+
+class ClipScore(Reward):
+    """The cosine of the two embeddings, -1 to 1, usually 0.15 to 0.35: CLIP's logit without its scale of 100."""
+
+    name = "clipscore"
+    media = frozenset({"image"})
+    outputs: ClassVar = {"clipscore": Range(-1.001, 1.001)}  # rounding may pass 1
+    primary = "clipscore"
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        *,
+        model: str = "openai/clip-vit-large-patch14",
+        dtype: str = "float32",
+        **options: Any,
+    ) -> None:
+        super().__init__(device, **options)
+        self.model, self.dtype = model, dtype
+
+    def load(self) -> None:
+        self._clip = Clip(self.name, self.model, self.model, self.device, self.dtype)
+
+    def score(self, batch: MediaBatch) -> list[Score]:
+        cosines = self._clip.cosines(batch.media, batch.prompts)
+        return [item.scored(cosine) for item, cosine in zip(batch, cosines, strict=True)]

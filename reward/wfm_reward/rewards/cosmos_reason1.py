@@ -1,0 +1,70 @@
+"""Cosmos-Reason1-7B-Reward (arXiv 2503.15558): are there anomalies in the video? Yes or no, by a judge."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from wfm_reward.base import MediaItem, Range, Score
+from wfm_reward.rewards._judge import Judge, video_url
+
+FPS = 16.0  # of a video that does not say its own
+ASKED = "Does the video contain any anomalies or artifacts?"
+SYSTEM = (  # the model was trained with these words: huggingface.co/nvidia/Cosmos-Reason1-7B-Reward
+    "You are a helpful video analyzer. The goal is to identify artifacts and anomalies in the video. Watch carefully "
+    "and focus on the following aspects:\n\n"
+    "* Gravity (e.g. a ball cannot fly in the air)\n"
+    "* Collision (e.g. two objects cannot penetrate each other)\n"
+    "* Object interaction (e.g. an object cannot move without any apparent reason)\n"
+    "* Fluid dynamics (e.g. a liquid cannot flow through a solid object)\n"
+    "* Object permanence (e.g. an object cannot suddenly appear, disappear or change its shape)\n"
+    "* Common sense (e.g. an object should be functional and useful)\n"
+    "* Cause-and-effect (e.g. a door cannot open without any apparent reason)\n"
+    "* Human motion (e.g. a person's body cannot morph and the joints cannot move in impossible ways)\n\n"
+    "Here are some examples of non-artifacts you should not include in your analysis:\n\n"
+    "* Being an animated video, such as a cartoon, does not automatically make it artifacts.\n"
+    "* The video has no sound. Do not make any conclusions based on sound.\n"
+    "* Ignore any lighting, shadows, blurring, and camera effects.\n"
+    "* Avoid judging based on overall impression, artistic style, or background elements.\n\n"
+    'Begin your response with a single word: "Yes" or "No".'
+)
+
+
+class CosmosReason1(Judge):
+    """The probability of "No" (no anomaly) against "Yes" for the first word of the answer, 0 to 1.
+
+    The parts yes_logprob and no_logprob are their log-probabilities; a word that is not among the endpoint's 20
+    likeliest counts as the least likely of them. The prompt is not looked at.
+    """
+
+    name = "cosmos_reason1"
+    media = frozenset({"video"})
+    outputs: ClassVar = {
+        "no_score": Range(0.0, 1.0),
+        "yes_logprob": Range(-math.inf, 0.001),
+        "no_logprob": Range(-math.inf, 0.001),
+    }
+    primary = "no_score"
+
+    def __init__(self, device: str = "cpu", *, model: str = "nvidia/Cosmos-Reason1-7B-Reward", **options: Any) -> None:
+        """Options of Judge; `model`: the name under which the endpoint serves it."""
+        super().__init__(device, model=model, **options)
+
+    def question(self, item: MediaItem) -> Mapping[str, Any]:
+        content = [
+            {"type": "video_url", "video_url": {"url": video_url(item.frames, item.fps or FPS)}},
+            {"type": "text", "text": ASKED},
+        ]
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": content}]
+        return {"messages": messages, "max_tokens": 1, "logprobs": True, "top_logprobs": 20}
+
+    def judged(self, item: MediaItem, choice: Mapping[str, Any]) -> Score:
+        likely = {
+            one["token"].strip(): float(one["logprob"]) for one in choice["logprobs"]["content"][0]["top_logprobs"]
+        }
+        if not likely.keys() & {"Yes", "No"}:
+            return item.failed(f"neither Yes nor No is likely: {', '.join(list(likely)[:5])}")
+        least = min(likely.values())
+        yes, no = likely.get("Yes", least), likely.get("No", least)
+        return item.scored(1.0 / (1.0 + math.exp(min(yes - no, 700.0))), yes_logprob=yes, no_logprob=no)

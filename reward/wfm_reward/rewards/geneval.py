@@ -1,0 +1,175 @@
+"""GenEval (arXiv 2310.11513): is what the prompt asks for in the picture, as an object detector and CLIP see it?"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, RewardError, Score
+from wfm_reward.rewards._scene import COLORS, Found, judge, problem_in
+from wfm_reward.rewards._weights import loaded
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONFIDENCE = 0.3
+COUNTING_CONFIDENCE = 0.9  # for prompts whose tag is `counting`
+MAX_OBJECTS = 16  # of one name
+GREY = (153, 153, 153)  # in place of what is not of the object, when its colour is looked at
+TEMPLATES = ("a photo of a {color} {name}", "a photo of a {color}-colored {name}", "a photo of a {color} object")
+
+
+class Detector(ABC):
+    """What finds objects of COCO's 80 names. `package.module:Class` as the option `detector` takes its place."""
+
+    def __init__(self, model: str, device: str) -> None:
+        self.model, self.device = model, device
+
+    @abstractmethod
+    def load(self) -> None:
+        """Once, before the first `find`. Raises RewardError."""
+
+    @abstractmethod
+    def find(self, image: npt.NDArray[np.uint8]) -> list[Found]:
+        """Objects in a picture [H,W,3], at any confidence."""
+
+
+class Mask2Former(Detector):
+    """transformers' Mask2Former, trained on COCO's instances: the model that GenEval uses through mmdet."""
+
+    def load(self) -> None:
+        from transformers import Mask2FormerForUniversalSegmentation, Mask2FormerImageProcessor
+
+        model = loaded("gen_eval", "the detector", self.model, Mask2FormerForUniversalSegmentation.from_pretrained)
+        self._processor: Any = loaded("gen_eval", "the detector", self.model, Mask2FormerImageProcessor.from_pretrained)
+        self._model: Any = model.to(self.device).eval()
+
+    def find(self, image: npt.NDArray[np.uint8]) -> list[Found]:
+        import torch
+
+        inputs = self._processor(images=[image], return_tensors="pt").to(self.device)
+        with torch.inference_mode():
+            outputs = self._model(**inputs)
+        size = [image.shape[:2]]
+        (result,) = self._processor.post_process_instance_segmentation(
+            outputs, threshold=CONFIDENCE, target_sizes=size, return_binary_maps=True
+        )
+        maps = result["segmentation"]
+        return [
+            _found(self._model.config.id2label[info["label_id"]], info["score"], maps[number].bool().cpu().numpy())
+            for number, info in enumerate(result["segments_info"])
+            if maps[number].any()
+        ]
+
+
+class GenEval(Reward):
+    """gen_eval_reward: the mean over all clauses of 1 - |found - asked| / asked, of the same share for colours, and of
+    1 or 0 for positions; 1 at most, and below 0 where there are many objects too many. Parts, 1 or 0: gen_eval_score,
+    whether GenEval's own test passes (at least as many objects as asked for, none of those excluded); gen_eval_strict,
+    whether the numbers are exact.
+
+    Metadata as in GenEval's prompt file: `tag`, `include`, and `exclude` if there are any.
+    """
+
+    name = "gen_eval"
+    media = frozenset({"image"})
+    outputs: ClassVar = {
+        "gen_eval_reward": Range(-math.inf, 1.0),
+        "gen_eval_score": Range(0.0, 1.0),
+        "gen_eval_strict": Range(0.0, 1.0),
+    }
+    primary = "gen_eval_reward"
+    needs = ("tag", "include")
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        *,
+        detector: str = "wfm_reward.rewards.geneval:Mask2Former",
+        detector_model: str = "facebook/mask2former-swin-small-coco-instance",
+        clip: str = "openai/clip-vit-large-patch14",
+        **options: Any,
+    ) -> None:
+        """`detector`: a Detector; `detector_model` and `clip`: folders, or names on the hub. Raises RewardError if the
+        detector is none."""
+        super().__init__(device, **options)
+        module, _, name = detector.partition(":")
+        try:
+            found = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise RewardError(f"reward gen_eval: the detector {detector} cannot be imported: {error}") from error
+        if not (isinstance(found, type) and issubclass(found, Detector)):
+            raise RewardError(f"reward gen_eval: {detector} is no wfm_reward.rewards.geneval.Detector")
+        self._detector = found(detector_model, device)
+        self.clip = clip
+
+    def load(self) -> None:
+        from wfm_reward.rewards._clip import Clip
+
+        self._detector.load()
+        self._clip = Clip(self.name, self.clip, self.clip, self.device, "float32")
+        self._color_texts: dict[str, Tensor] = {}
+
+    def score(self, batch: MediaBatch) -> list[Score]:
+        return [self._score(item) for item in batch]
+
+    def _score(self, item: MediaItem) -> Score:
+        problem = problem_in(item.metadata)
+        if problem:
+            return item.failed(problem)
+        image = item.frames[0]
+        least = COUNTING_CONFIDENCE if item.metadata["tag"] == "counting" else CONFIDENCE
+        objects: dict[str, list[Found]] = defaultdict(list)
+        for found in sorted(self._detector.find(image), key=lambda one: -one.confidence):
+            if found.confidence > least and len(objects[found.name]) < MAX_OBJECTS:
+                objects[found.name].append(found)
+        verdict = judge(
+            objects,
+            item.metadata["include"],
+            item.metadata.get("exclude", []),
+            lambda name, some: self._colors(image, name, some),
+        )
+        return item.scored(verdict.soft, gen_eval_score=float(verdict.correct), gen_eval_strict=float(verdict.strict))
+
+    def _colors(self, image: npt.NDArray[np.uint8], name: str, objects: Sequence[Found]) -> list[str]:
+        """The likeliest of COLORS for each object, by CLIP."""
+        if not objects:
+            return []
+        if name not in self._color_texts:
+            self._color_texts[name] = self._texts(name)
+        likely = (self._clip.images([_cut_out(image, one) for one in objects]) @ self._color_texts[name].T).argmax(
+            dim=-1
+        )
+        return [COLORS[index] for index in likely.tolist()]
+
+    def _texts(self, name: str) -> Tensor:
+        """One embedding a colour, [colours, D]: the mean over the templates, of length 1."""
+        import torch
+
+        texts = [template.format(color=color, name=name) for color in COLORS for template in TEMPLATES]
+        embeddings = self._clip.texts(texts).reshape(len(COLORS), len(TEMPLATES), -1).mean(dim=1)
+        return torch.nn.functional.normalize(embeddings, dim=-1)
+
+
+def _found(name: str, confidence: float, mask: npt.NDArray[np.bool_]) -> Found:
+    rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
+    box = (float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1))
+    return Found(name, box, float(confidence), mask)
+
+
+def _cut_out(image: npt.NDArray[np.uint8], found: Found) -> Any:
+    """A PIL image of the object alone, before grey; of its box where there is no mask."""
+    from PIL import Image
+
+    shown = image if found.mask is None else np.where(found.mask[..., None], image, np.array(GREY, np.uint8))
+    x0, y0, x1, y1 = (round(v) for v in found.box)
+    height, width, _ = image.shape
+    x0, y0 = min(max(x0, 0), width - 1), min(max(y0, 0), height - 1)
+    return Image.fromarray(shown[y0 : max(y1, y0 + 1), x0 : max(x1, x0 + 1)])

@@ -1,0 +1,82 @@
+"""HPS v2.1 (arXiv 2306.09341): which picture do people prefer for this prompt? A tuned CLIP-H."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from wfm_reward.base import MediaBatch, Range, Reward, Score
+from wfm_reward.rewards._clip import Clip
+from wfm_reward.rewards._open_clip import to_transformers
+from wfm_reward.rewards._weights import file_of, loaded, torch_dtype
+
+
+class HpsV2(Reward):
+    """The cosine of picture and prompt, -1 to 1, usually 0.2 to 0.35."""
+
+    name = "hpsv2"
+    media = frozenset({"image"})
+    outputs: ClassVar = {"hpsv2": Range(-1.001, 1.001)}  # rounding may pass 1
+    primary = "hpsv2"
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        *,
+        model: str = "xswu/HPSv2:HPS_v2.1_compressed.pt",
+        base: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
+        dtype: str = "float32",
+        **options: Any,
+    ) -> None:
+        """`model`: the published file, or OWNER/REPOSITORY:FILE on the hub. `base`: folder or name of the CLIP that it
+        was made from, for configuration and processor; of its weights nothing remains."""
+        super().__init__(device, **options)
+        self.model, self.base, self.dtype = model, base, dtype
+
+    def load(self) -> None:
+        """Raises RewardError if the weights are not those of such a CLIP."""
+        self._clip = _Clip(self.name, self.model, self.base, self.device, self.dtype)
+        self._size = self._clip.model.config.vision_config.image_size
+
+    def score(self, batch: MediaBatch) -> list[Score]:
+        cosines = self._clip.cosines(letterboxed(batch.media, self._size), batch.prompts)
+        return [item.scored(cosine) for item, cosine in zip(batch, cosines, strict=True)]
+
+
+class _Clip(Clip):
+    """With weights of open_clip."""
+
+    def __init__(self, reward: str, weights: str, base: str, device: str, dtype: str) -> None:
+        import torch
+        from transformers import CLIPConfig, CLIPModel, CLIPProcessor
+
+        def load_weights(address: str) -> dict[str, Any]:
+            saved = torch.load(file_of(address), map_location="cpu", weights_only=True)
+            return to_transformers(saved.get("state_dict", saved))
+
+        config = loaded(reward, "the configuration of", base, CLIPConfig.from_pretrained)
+        self.processor = loaded(reward, "the processor of", base, CLIPProcessor.from_pretrained)
+        state = loaded(reward, "the model", weights, load_weights)
+        self.model = CLIPModel(config)
+        loaded(reward, "the model", weights, lambda _: self.model.load_state_dict(state))
+        self.model.to(torch_dtype(reward, dtype))
+        self._place(device)
+
+
+def letterboxed(media: npt.NDArray[np.uint8], size: int) -> Sequence[Any]:
+    """PIL images of size x size: the longer side resized to it, the rest black, as HPS v2 was trained."""
+    from PIL import Image
+
+    _, height, width, _ = media.shape
+    scale = size / max(height, width)
+    small = (max(1, round(width * scale)), max(1, round(height * scale)))
+    boxed = []
+    for image in media:
+        resized = Image.fromarray(image).resize(small, Image.Resampling.BICUBIC)
+        frame = Image.new("RGB", (size, size))
+        frame.paste(resized, ((size - small[0]) // 2, (size - small[1]) // 2))
+        boxed.append(frame)
+    return boxed

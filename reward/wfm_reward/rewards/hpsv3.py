@@ -1,0 +1,47 @@
+"""HPS v3 (arXiv 2508.03789): which picture do people prefer for this prompt? A Qwen2-VL-7B, by its own package."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+from wfm_reward.base import MediaBatch, Range, Reward, RewardError, Score
+from wfm_reward.rewards._weights import loaded, pictures
+
+
+class HpsV3(Reward):
+    """The mean of the predicted preference, unbounded and not normalised: 7 to 11 in Cosmos-RL's example, so mind a
+    clip in the recipe. The predicted deviation is the part `sigma`.
+
+    Needs the package hpsv3 (github.com/MizzenAI/HPSv3), which has requirements of its own: give it a Python of its own,
+    by the key `python` of a service's configuration.
+    """
+
+    name = "hpsv3"
+    media = frozenset({"image"})
+    outputs: ClassVar = {"hpsv3": Range(-math.inf, math.inf), "sigma": Range(-math.inf, math.inf)}
+    primary = "hpsv3"
+
+    def __init__(
+        self, device: str = "cpu", *, checkpoint: str | None = None, config: str | None = None, **options: Any
+    ) -> None:
+        """`checkpoint`: HPSv3.safetensors. Unset: the package fetches it from the hub. `config`: its YAML file."""
+        super().__init__(device, **options)
+        self.checkpoint, self.config = checkpoint, config
+
+    def load(self) -> None:
+        def load_model(_: str) -> Any:
+            from hpsv3 import HPSv3RewardInferencer
+
+            paths = {"checkpoint_path": self.checkpoint, "config_path": self.config}
+            return HPSv3RewardInferencer(device=self.device, **{k: v for k, v in paths.items() if v is not None})
+
+        self._model = loaded(self.name, "the model", self.checkpoint or "MizzenAI/HPSv3", load_model)
+
+    def score(self, batch: MediaBatch) -> list[Score]:
+        """Raises RewardError if the package returns something else than a row for each picture."""
+        # By name: releases of the package differ in the order.
+        rows = self._model.reward(prompts=list(batch.prompts), image_paths=pictures(batch.media)).float().tolist()
+        if len(rows) != len(batch) or not all(len(row) == 2 for row in rows):
+            raise RewardError(f"hpsv3 returned {str(rows)[:80]} for {len(batch)} pictures, not two numbers of each")
+        return [item.scored(mean, sigma=sigma) for item, (mean, sigma) in zip(batch, rows, strict=True)]

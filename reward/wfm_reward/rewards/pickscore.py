@@ -1,0 +1,39 @@
+"""PickScore (arXiv 2305.01569): which of two pictures would a person pick for this prompt? A tuned CLIP-H."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from wfm_reward.base import MediaBatch, Range, Reward, Score
+from wfm_reward.rewards._clip import Clip
+
+SCALE = 26.0
+
+
+class PickScore(Reward):
+    """exp(logit_scale) * cosine / 26 of picture and prompt, as Flow-GRPO and Cosmos-RL scale it: usually 0.6 to 1."""
+
+    name = "pickscore"
+    media = frozenset({"image"})
+    outputs: ClassVar = {"pickscore": Range(-100 / SCALE, 100 / SCALE)}  # CLIP's scale is 100 at most
+    primary = "pickscore"
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        *,
+        model: str = "yuvalkirstain/PickScore_v1",
+        processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
+        dtype: str = "float32",
+        **options: Any,
+    ) -> None:
+        super().__init__(device, **options)
+        self.model, self.processor, self.dtype = model, processor, dtype
+
+    def load(self) -> None:
+        self._clip = Clip(self.name, self.model, self.processor, self.device, self.dtype)
+
+    def score(self, batch: MediaBatch) -> list[Score]:
+        cosines = self._clip.cosines(batch.media, batch.prompts)
+        scale = self._clip.logit_scale / SCALE
+        return [item.scored(scale * cosine) for item, cosine in zip(batch, cosines, strict=True)]

@@ -1,0 +1,47 @@
+"""UnifiedReward (arXiv 2503.05236): a vision-language model that rates a picture for its caption, from 1 to 5."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from wfm_reward.base import MediaItem, Range, Score
+from wfm_reward.rewards._judge import Judge, picture_url
+
+FINAL = re.compile(r"Final Score:\s*([1-5](?:\.\d+)?)")
+QUESTION = (  # the model was trained with these words: github.com/CodeGoat24/UnifiedReward
+    "<image>\nYou are given a text caption and a generated image based on that caption. Your task is to evaluate this "
+    "image based on two key criteria:\n1. Alignment with the Caption: Assess how well this image aligns with the "
+    "provided caption. Consider the accuracy of depicted objects, their relationships, and attributes as described in "
+    "the caption.\n2. Overall Image Quality: Examine the visual quality of this image, including clarity, detail "
+    "preservation, color accuracy, and overall aesthetic appeal.\nBased on the above criteria, assign a score from 1 "
+    "to 5 after 'Final Score:'.\nYour task is provided as follows:\nText Caption: [{prompt}]"
+)
+
+
+class UnifiedReward(Judge):
+    """Its "Final Score" of 1 to 5, divided by 5: 0.2 to 1. An answer without one is a failure."""
+
+    name = "unified_reward"
+    media = frozenset({"image"})
+    outputs: ClassVar = {"unified_reward": Range(0.2, 1.0)}
+    primary = "unified_reward"
+
+    def __init__(self, device: str = "cpu", *, model: str = "UnifiedReward-7b-v1.5", **options: Any) -> None:
+        """Options of Judge; `model`: the name under which the endpoint serves it."""
+        super().__init__(device, model=model, **options)
+
+    def question(self, item: MediaItem) -> Mapping[str, Any]:
+        content = [
+            {"type": "image_url", "image_url": {"url": picture_url(item.frames[0])}},
+            {"type": "text", "text": QUESTION.format(prompt=item.prompt)},
+        ]
+        return {"messages": [{"role": "user", "content": content}]}
+
+    def judged(self, item: MediaItem, choice: Mapping[str, Any]) -> Score:
+        text = choice["message"]["content"]
+        found = FINAL.search(text)
+        if found is None:
+            return item.failed(f"the judge gave no final score: {' '.join(text.split())[:120]!r}")
+        return item.scored(float(found[1]) / 5)

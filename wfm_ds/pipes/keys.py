@@ -1,0 +1,147 @@
+"""CURVE keys, with which sockets encrypt and know each other. `python -m wfm_ds.pipes.keys new DIR NAME` makes a pair.
+
+A folder of keys holds DIR/NAME.key_secret, readable by its owner alone, and DIR/public/NAME.key. A hub's folder has
+hub.key_secret, and in public/ the keys of those who may connect; a client's has one other secret, and public/hub.key.
+The files are those of pyzmq.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import stat
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+import zmq.auth
+
+from wfm_ds.errors import UserError
+
+HUB = "hub"
+SECRET, PUBLIC = ".key_secret", ".key"
+
+
+class KeyFileError(UserError):
+    """A key file is missing, readable by others, or none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientKeys:
+    """A peer's own pair, and the public key of the hub that it means to reach."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    hub: bytes = b""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HubKeys:
+    """A hub's own pair, who may connect, and the keys of the hub's own process, which always may."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    allowed: Callable[[bytes], bool]
+    insider: ClientKeys
+
+
+def hub_keys(folder: Path) -> HubKeys:
+    """A hub's. The keys in public/ are read whenever somebody connects: add or remove files at any time.
+
+    Raises KeyFileError.
+    """
+    public, secret = _pair(folder / f"{HUB}{SECRET}")
+    inner_public, inner_secret = zmq.curve_keypair()
+
+    def allowed(key: bytes) -> bool:
+        listed = {_public(path) for path in (folder / "public").glob(f"*{PUBLIC}") if path.stem != HUB}
+        return key == inner_public or key in listed
+
+    allowed(b"")  # a file that is no key shows here, and not when somebody connects
+    return HubKeys(public, secret, allowed, ClientKeys(inner_public, inner_secret, public, "insider"))
+
+
+def client_keys(folder: Path) -> ClientKeys:
+    """A client's. Raises KeyFileError."""
+    secrets = [path for path in folder.glob(f"*{SECRET}") if path.name != f"{HUB}{SECRET}"]
+    if len(secrets) != 1:
+        found = ", ".join(sorted(path.name for path in secrets)) or "none"
+        raise KeyFileError(
+            f"{folder}: one key of a client is needed, NAME{SECRET}; found {found}. Make one by "
+            f"`python -m wfm_ds.pipes.keys new {folder} NAME`"
+        )
+    public, secret = _pair(secrets[0])
+    return ClientKeys(public, secret, _public(folder / "public" / f"{HUB}{PUBLIC}"), secrets[0].stem)
+
+
+def new(folder: Path, name: str) -> tuple[Path, Path]:
+    """Make a pair: (secret file, public file). Raises KeyFileError if one of that name is there."""
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
+        raise KeyFileError(f"{name!r} is no name for a key: use letters, digits, - and _")
+    secret_file, public_file = folder / f"{name}{SECRET}", folder / "public" / f"{name}{PUBLIC}"
+    public, secret = zmq.curve_keypair()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        public_file.parent.mkdir(exist_ok=True)
+        _write(
+            secret_file, f'curve\n    public-key = "{public.decode()}"\n    secret-key = "{secret.decode()}"\n', 0o600
+        )
+        _write(public_file, f'curve\n    public-key = "{public.decode()}"\n', 0o644)
+    except FileExistsError as error:
+        raise KeyFileError(f"{error.filename} is there already: choose another name, or remove it first") from error
+    except OSError as error:
+        raise KeyFileError(f"{folder}: cannot write: {error}") from error
+    return secret_file, public_file
+
+
+def _write(path: Path, text: str, mode: int) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
+        os.fchmod(file.fileno(), mode)  # whatever the umask
+        file.write(text)
+
+
+def _pair(path: Path) -> tuple[bytes, bytes]:
+    public, secret = _load(path)
+    if secret is None:
+        raise KeyFileError(f"{path} holds no secret key")
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o077:
+        raise KeyFileError(f"{path}: others can read this secret (mode {mode:04o}): chmod 600 it, or make a new one")
+    return public, secret
+
+
+def _public(path: Path) -> bytes:
+    return _load(path)[0]
+
+
+def _load(path: Path) -> tuple[bytes, bytes | None]:
+    try:
+        public, secret = zmq.auth.load_certificate(path)
+    except (OSError, ValueError, UnicodeDecodeError) as error:
+        raise KeyFileError(f"{path} cannot be read as a key: {error}") from error
+    if len(public) != 40 or (secret is not None and len(secret) != 40):
+        raise KeyFileError(f"{path} cannot be read as a key: keys have 40 characters")
+    return public, secret
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m wfm_ds.pipes.keys", description="Keys of hubs and clients.")
+    command = parser.add_subparsers(dest="command", required=True).add_parser("new", help="make a pair of keys")
+    command.add_argument("folder", type=Path, metavar="DIR", help="made if it is not there")
+    command.add_argument("name", metavar="NAME", help=f"{HUB} for a hub; any other for a client")
+    options = parser.parse_args(arguments)
+    try:
+        secret, public = new(options.folder, options.name)
+    except KeyFileError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    sys.stdout.write(f"secret: {secret} (keep it on this machine)\npublic: {public} (copy it to those who need it)\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
