@@ -93,7 +93,9 @@ def test_workers_that_die_hang_come_late_and_leave_change_nothing(stack, tmp_pat
     stopped.send_signal(signal.SIGSTOP)
     leaving, leaving_log = join(stack, tmp_path, "leaving")
     until(has(tmp_path / "async" / "logs" / "rank_0.log", "worker stopped/0 was silent for 4 s"))
-    until(has(leaving_log, "uses publication"))
+    # Not before the first step is whole: a chunk that was lost three times would be given up.
+    until(has(tmp_path / "async" / "metrics.jsonl", "loss/total"))
+    assert "uses publication" in leaving_log.read_text()
     stopped.send_signal(signal.SIGCONT)
     leaving.send_signal(signal.SIGTERM)
     assert leaving.wait(PATIENCE_S) == 0
