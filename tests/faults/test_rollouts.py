@@ -81,7 +81,7 @@ def has(log, text):
 def test_workers_that_die_hang_come_late_and_leave_change_nothing(stack, tmp_path, tiny_pipelines):
     model = tiny_pipelines("sd3")
     undisturbed = train(stack, tmp_path, "colocated", model, seconds=0)
-    on_policy = ["rollout.mode=async", "rollout.max_staleness=0", "rollout.spawn=0", "rollout.lost_after_s=4"]
+    on_policy = ["rollout.mode=async", "rollout.max_staleness=0", "rollout.spawn=0", "rollout.lost_after_s=15"]
     trainer = train(stack, tmp_path, "async", model, *on_policy, seconds=0.7)
     until((tmp_path / "async" / "rollout" / "pipes.json").exists)
     killed, _ = join(stack, tmp_path, "killed")
@@ -92,7 +92,7 @@ def test_workers_that_die_hang_come_late_and_leave_change_nothing(stack, tmp_pat
     until(has(stopped_log, "uses publication"))
     stopped.send_signal(signal.SIGSTOP)
     leaving, leaving_log = join(stack, tmp_path, "leaving")
-    until(has(tmp_path / "async" / "logs" / "rank_0.log", "worker stopped/0 was silent for 4 s"))
+    until(has(tmp_path / "async" / "logs" / "rank_0.log", "worker stopped/0 was silent for"))
     # Not before the first step is whole: a chunk that was lost three times would be given up.
     until(has(tmp_path / "async" / "metrics.jsonl", "loss/total"))
     assert "uses publication" in leaving_log.read_text()
