@@ -277,6 +277,7 @@ CHANGES = {
     "train.fsdp_offload": (True, {}),
     f"{POLICY}.mini_batch": (4, {}),
     "train.train_batch_per_replica": (48, {}),
+    "policy.parallelism.cp_size": (2, {}),
     "policy.parallelism.n_init_replicas": (3, {}),
     "rollout.n_generation": (12, {}),
     "rollout.n_generation_mini_batch": (6, {}),

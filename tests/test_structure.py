@@ -147,7 +147,9 @@ def test_package_stays_free_of_heavy_libraries(package):
     assert wrong == []
 
 
-@pytest.mark.parametrize("loop", ["sft", "rl", "validation", "job", "derived", "rollout.colocated"])
+@pytest.mark.parametrize(
+    "loop", ["sft", "rl", "validation", "job", "derived", "rollout.colocated", "rollout.source", "rollout.worker"]
+)
 def test_loops_name_no_algorithm_and_no_family(loop):
     text = SOURCES[f"wfm_ds.{loop}"].read_text()
     assert not re.search(r"if .*(\.name ==|isinstance\(.*model)|diffusion_nft|stable.?diffusion", text, re.IGNORECASE)
@@ -164,6 +166,7 @@ def test_loops_name_no_algorithm_and_no_family(loop):
         "import wfm_ds.train as t; t.parser().format_help()",
         "import wfm_ds.convert as c; c.parser().format_help()",
         "import wfm_ds.generate as g; g.parser().format_help()",
+        "import wfm_ds.rollout.worker as w; w.parser().format_help()",
         "import wfm_ds.migrate as m; m.parser().format_help(); import wfm_ds.doctor as d; d.parser().format_help()",
     ],
 )
@@ -264,7 +267,13 @@ RUN_BY = {
     "wfm_ds.recipe_section": "test_recipe_file.py",
     "wfm_ds.replica_data": "distributed/test_sequence_parallel_runs.py",
     "wfm_ds.rl": "distributed/test_runs.py",
+    "wfm_ds.rollout.base": "distributed/test_runs.py",
+    "wfm_ds.rollout.colocated": "distributed/test_runs.py",
+    "wfm_ds.rollout.generator": "distributed/test_async.py",
     "wfm_ds.rollout.groups": "distributed/test_runs.py",
+    "wfm_ds.rollout.__main__": "faults/test_rollouts.py",
+    "wfm_ds.rollout.source": "distributed/test_async.py",
+    "wfm_ds.rollout.worker": "faults/test_rollouts.py",
     "wfm_ds.traces": "test_stored_run.py",
     "wfm_ds.sampling.shapes": "algorithms/test_diffusion_nft.py",
     "wfm_ds.ulysses.attention": "distributed/test_ulysses.py",

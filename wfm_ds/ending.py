@@ -84,14 +84,14 @@ class Ending:
 
     def _record_failure(self, message: str) -> None:
         from wfm_ds.output import clear_run
-        from wfm_ds.traces import REWARD
+        from wfm_ds.traces import REWARD, ROLLOUT
 
         if self.start is None or not self.world.is_main:
             return
         if self.loop is not None:
             self._write("failed", self.loop.step, self.loop.metrics, message)
         elif self.start.checkpoint is None:
-            clear_run(self.folder, keep=[REWARD])  # its log may be what the message is about
+            clear_run(self.folder, keep=[REWARD, ROLLOUT])  # their logs may be what the message is about
 
     def _write(self, status: str, step: int, metrics: Mapping[str, float], message: str) -> None:
         from wfm_ds.result import write_result

@@ -67,7 +67,7 @@ def sft_step(recipe: Recipe, derived: Derived) -> dict[str, Forwards]:
 def rl_step(
     recipe: Recipe, derived: Derived, algorithm: RlAlgorithm, step: int, *, guided: Guided | None = None
 ) -> dict[str, Forwards]:
-    """RL step `step`, from 1: the rollout, then the predictions of every update.
+    """RL step `step`, from 1: the rollout, unless other processes do it, then the predictions of every update.
 
     `guided`: unless all noise levels are or none is; then as large a share of the trained terms as of the rollout's
     predictions is taken to be. Fewer if samples are dropped (failed rewards, `zero_std: drop`). best_of_n is taken as
@@ -82,7 +82,7 @@ def rl_step(
     trained = Forwards(calls, terms + num_data(recipe, terms))  # a term and its data share a forward
     compared = Forwards(folded_calls(terms, recipe.engine.micro_batch_size, recipe.engine.max_forward_batch), terms)
 
-    parts = [{"rollout": rollout}]
+    parts = [] if recipe.is_async else [{"rollout": rollout}]
     current = equal_policies(algorithm, derived, step)
     for update in range(derived.updates_per_step):
         recalled = {"old"} if algorithm.recalls_old and update == 0 else set()

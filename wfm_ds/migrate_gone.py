@@ -44,7 +44,7 @@ _ROWS = (
         "global_std",
         "not read there: advantages are divided by a group's deviation",
     ),
-    ("policy.parallelism", "n_init_replicas tp_size cp_size ep_size pp_size dp_replicate_size", LAUNCHER),
+    ("policy.parallelism", "n_init_replicas tp_size ep_size pp_size dp_replicate_size", LAUNCHER),
     ("policy.parallelism", "pp_dynamic_shape pp_micro_batch_size pp_schedule pp_layers_per_stage", LAUNCHER),
     ("rollout.parallelism", "*", LAUNCHER),
     ("rollout", "backend n_generation_to_batch batch_size mode async_config.*", "ranks take turns: rollout, training"),

@@ -56,6 +56,7 @@ ROWS = (
     Row("policy.lora.target_modules", "lora.target_modules", to.lora_targets),
     Row("policy.lora.init_lora_weights", "lora.init", LORA_INIT, default=True),
     Row("policy.parallelism.dp_shard_size", "engine.deepspeed", to.zero_stage, default=1),
+    Row("policy.parallelism.cp_size", "engine.sequence_parallel", default=1),
     Row("train.fsdp_offload", "engine.deepspeed", to.zero_stage, default=False),
     Row("train.train_policy.mini_batch", "engine.micro_batch_size", default=2),
     Row("train.train_batch_per_replica", "engine.gradient_accumulation", to.accumulation, default=8, modes=(SFT,)),

@@ -23,7 +23,7 @@ from wfm_ds.errors import RecipeError
 from wfm_ds.monitor import cut_metrics
 from wfm_ds.recipe import Recipe
 from wfm_ds.storage import is_remote
-from wfm_ds.traces import METRICS, RECIPE, RESULT, REWARD, RUN_FILES, RUN_FOLDERS, Traces
+from wfm_ds.traces import METRICS, RECIPE, RESULT, REWARD, ROLLOUT, RUN_FILES, RUN_FOLDERS, Traces
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,8 @@ MAY_CHANGE = (
     *("engine.deepspeed", "engine.micro_batch_size", "engine.gradient_accumulation", "engine.max_forward_batch"),
     *("engine.sequence_parallel", "engine.guard"),
     *("reward.spawn", "reward.endpoint", "reward.keys", "reward.timeout_s", "reward.start_timeout_s"),
+    *("rollout.spawn", "rollout.devices", "rollout.bind", "rollout.in_flight"),
+    *("rollout.lost_after_s", "rollout.timeout_s"),
 )
 # Which images are held out decides which are trained on.
 MAY_NOT_CHANGE = ("validation.path", "validation.holdout")
@@ -122,7 +124,7 @@ def first_start(recipe: Recipe, world_size: int) -> Start:
 
 def require_own_names_free(place: Traces) -> None:
     """A run writes into these folders, and removes them if it fails before its first step."""
-    taken = [name for name in place.folders if name != REWARD]
+    taken = [name for name in place.folders if name not in (REWARD, ROLLOUT)]
     if taken:
         raise RecipeError(
             f"{place.key} holds {', '.join(taken)} and no run that these belong to: "

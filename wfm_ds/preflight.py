@@ -18,9 +18,11 @@ from wfm_ds.estimate import lora_parameters, memory_lines
 from wfm_ds.models import registry
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.output import Start, find_start
+from wfm_ds.pipes.sockets import check_endpoint
 from wfm_ds.recipe import Recipe, RewardFunction
 from wfm_ds.recipe_algorithms import DdrlAlgorithm, SftAlgorithm
 from wfm_ds.rollout.rewards import RewardClient
+from wfm_ds.rollout.service import endpoints, spawn_devices
 from wfm_ds.types import Prompt
 from wfm_ds.ulysses.install import check as check_shareable
 from wfm_ds.world import ranks_per_node
@@ -39,6 +41,15 @@ def check_rewards(recipe: Recipe, prompts: Sequence[Prompt]) -> None:
         check_needs(function, prompts, local=recipe.reward.spawn, video=video)
     if recipe.reward.endpoint is not None:
         RewardClient(recipe.reward.endpoint, recipe.reward, run="check", client="check").close()
+
+
+def check_workers(recipe: Recipe) -> None:
+    """Raises RecipeError or PipeError for workers that could not be started, or not be reached."""
+    assert recipe.rollout is not None
+    spawn_devices(recipe.rollout.devices, recipe.rollout.spawn)
+    if recipe.rollout.bind != "ipc":
+        for endpoint in endpoints(recipe.rollout.bind, None):
+            check_endpoint(endpoint)
 
 
 def check_needs(function: RewardFunction, prompts: Sequence[Prompt], *, local: bool, video: bool) -> None:
@@ -64,10 +75,11 @@ def check_needs(function: RewardFunction, prompts: Sequence[Prompt], *, local: b
         rewards.create(function.name, "cpu", function.options)
 
 
-def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
-    """The recipe's pipeline, its denoiser as it is stored until the engine places it, or re-initialised when the recipe
-    trains from scratch. Raises ModelError when it cannot be loaded, RecipeError when the recipe's size does not fit the
-    family, UserError when its tokens cannot be shared as the recipe says."""
+def load_model(recipe: Recipe, device: torch.device, *, placed: bool = False) -> DiffusionModel:
+    """The recipe's pipeline, its denoiser as it is stored until an engine places it (`placed`: on the device, for use
+    without an engine), or re-initialised when the recipe trains from scratch. Raises ModelError when it cannot be
+    loaded, RecipeError when the recipe's size does not fit the family, UserError when its tokens cannot be shared as
+    the recipe says."""
     settings, size = recipe.model, recipe.sampling
     model = registry.load(
         settings.path,
@@ -76,7 +88,7 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
         max_sequence_length=settings.max_sequence_length,
         prompt_template=settings.prompt_template,
         guardrail=settings.guardrail,
-        mapped=settings.denoiser_init != "random",
+        mapped=settings.denoiser_init != "random" and not placed,
     )
     try:
         model.latent_shape(size.height, size.width, size.num_frames)
@@ -157,6 +169,8 @@ def preflight(recipe: Recipe, world_size: int) -> TrainingData:
     for doubt in recipe.doubts():
         log.warning(doubt)
     data = load_data(recipe)
+    if recipe.is_async:
+        check_workers(recipe)
     if recipe.is_rl:
         check_rewards(recipe, list({p.id: p for p in [*data.prompts, *data.shown]}.values()))
     return data

@@ -23,7 +23,7 @@ from wfm_ds.recipe_algorithms import Algorithm, DdrlAlgorithm, FlowGrpoAlgorithm
 from wfm_ds.recipe_data import DataRecipe
 from wfm_ds.recipe_sampling import EDM_SOLVERS, NOISE_LEVELS, SamplingRecipe
 from wfm_ds.recipe_section import Decay, Fraction, Section, StorageAddress, UserAddress, UserPath
-from wfm_ds.recipe_unread import unread_keys
+from wfm_ds.recipe_unread import unread_async_keys, unread_keys
 
 
 class RunRecipe(Section):
@@ -140,10 +140,11 @@ class EmaRecipe(Section):
 
 
 class RolloutRecipe(Section):
-    """How many samples an RL step generates."""
+    """How many samples an RL step generates, and who generates them."""
 
-    mode: Literal["colocated"] = "colocated"
-    """The training ranks generate the samples themselves."""
+    mode: Literal["colocated", "async"] = "colocated"
+    """`colocated`: the training ranks generate the samples themselves. `async`: other processes do, while the ranks
+    train (docs/async.md)."""
     prompts_per_step: PositiveInt = 48
     """Prompts (groups) per RL step, over all ranks."""
     group_size: int = Field(24, ge=2)
@@ -151,6 +152,23 @@ class RolloutRecipe(Section):
     policy: Literal["current", "reference"] | None = None
     """ddrl: what generates the samples, the weights as they are or the reference policy. Unset: current. Other
     algorithms have a policy of their own for it."""
+    max_staleness: NonNegativeInt = 1
+    """async: how many publications of the policy, one per RL step, a sample may be behind the weights that train on it.
+    0 is strictly on-policy: samples of a step are generated after the step before it."""
+    spawn: NonNegativeInt = 1
+    """async: workers that the trainer starts on its machine. 0: only those that join by themselves."""
+    devices: Annotated[list[str], Field(min_length=1)] | None = None
+    """async: devices of these workers in turn, such as cuda:6. Unset: cpu; must be set where the trainer has GPUs."""
+    bind: str = "ipc"
+    """async: where workers that join find the trainer: `ipc` (this machine, this user) or a `tcp://` address of one
+    interface, whose port and the next one are taken."""
+    in_flight: Annotated[int, Field(ge=1, le=16)] = 2
+    """async: chunks that a worker has in hand: one is denoised while the others wait for their scores."""
+    lost_after_s: PositiveFloat = 30.0
+    """async: a worker that is not heard of for this long is given up, and its chunks are given to others."""
+    timeout_s: PositiveFloat = 600.0
+    """async: a chunk without progress for this long is given to another worker; a run without any finished chunk for
+    this long ends."""
 
 
 def _ordered(bounds: tuple[float, float]) -> tuple[float, float]:
@@ -295,6 +313,10 @@ class Recipe(Section):
     def is_rl(self) -> bool:
         return self.algorithm.name != "sft"
 
+    @property
+    def is_async(self) -> bool:
+        return self.rollout is not None and self.rollout.mode == "async"
+
     @model_validator(mode="after")
     def _sections_fit(self) -> Recipe:
         if self.is_rl:
@@ -303,6 +325,10 @@ class Recipe(Section):
                 raise ValueError(f"algorithm {self.algorithm.name} needs the section {' and '.join(missing)}")
             if self.data.kind != "prompts" and not isinstance(self.algorithm, DdrlAlgorithm):
                 raise ValueError(f"algorithm {self.algorithm.name} needs data.kind: prompts")
+            if self.is_async and isinstance(self.algorithm, DdrlAlgorithm):
+                raise ValueError("rollout.mode: async is not for algorithm ddrl: set it to colocated")
+            if self.is_async and self.engine.sequence_parallel > 1:
+                raise ValueError("rollout.mode: async needs engine.sequence_parallel: 1, or set it to colocated")
         else:
             unread = [s for s in ("rollout", "reward") if getattr(self, s) is not None]
             if unread:
@@ -314,6 +340,10 @@ class Recipe(Section):
             raise ValueError(
                 f"algorithm {self.algorithm.name} with data.kind {self.data.kind} does not read "
                 f"{' and '.join(unread)}: remove it"
+            )
+        if unread := unread_async_keys(self):
+            raise ValueError(
+                f"rollout.mode: colocated does not read {' and '.join(unread)}: remove it, or set mode: async"
             )
         if isinstance(self.algorithm, RlSettings):
             self._advantages_fit(self.algorithm)

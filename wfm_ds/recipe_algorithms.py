@@ -158,7 +158,8 @@ class FlowGrpoAlgorithm(RlSettings):
     old_log_prob: Literal["auto", "rollout", "recompute"] = "auto"
     """Log-probabilities that ratios compare with. `rollout`: those of the rollout; `recompute`: one forward per trained
     step before the first update; `auto`: in the first update the new ones themselves, whose weights are the same, then
-    the rollout's."""
+    the rollout's. With rollout.max_staleness above 0 the weights are not the same: `auto` is `recompute`, and both
+    correct the credit of a sample by min(p_old / p_rollout, 2)."""
     log_prob: Literal["published", "gaussian"] = "published"
     """`published` leaves variance and constant out for the solver cps; its clip_ratio is another one
     than that of `gaussian`."""

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 OF_ROLLOUTS = ("solver", "noise_level", "window", "same_noise")
 OF_PROMPT_SETS = ("name", "split")
 OF_MEDIA = ("fps", "allow_repeats", "clip", "crop", "buckets", "max_upscale", "cache_latents")
+OF_ASYNC = ("max_staleness", "spawn", "devices", "bind", "in_flight", "lost_after_s", "timeout_s")
 OF_HELD_OUT_MEDIA = ("path", "holdout", "num_images")
 
 
@@ -23,3 +24,10 @@ def unread_keys(recipe: Recipe) -> list[str]:
     else:
         unread += [("sampling", key) for key in OF_ROLLOUTS]
     return [f"{section}.{key}" for section, key in unread if getattr(recipe, section).changed(key)]
+
+
+def unread_async_keys(recipe: Recipe) -> list[str]:
+    """The same of the keys about workers that generate samples, where the training ranks do."""
+    if recipe.rollout is None or recipe.is_async:
+        return []
+    return [f"rollout.{key}" for key in recipe.rollout.changed(*OF_ASYNC)]

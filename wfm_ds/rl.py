@@ -20,7 +20,8 @@ from wfm_ds.job import Job
 from wfm_ds.meter import Meter
 from wfm_ds.micro import MicroBatch, MicroBatches, cut, folded, level
 from wfm_ds.outcome import FiniteSteps, Outcome, engine_metrics, finish_step
-from wfm_ds.rollout.colocated import ColocatedSource, StepRollouts
+from wfm_ds.rollout.base import Source
+from wfm_ds.rollout.members import StepRollouts
 from wfm_ds.types import Score
 from wfm_ds.validation import Validator
 
@@ -38,7 +39,7 @@ class RlTrainer:
         self,
         job: Job,
         algorithm: RlAlgorithm,
-        source: ColocatedSource,
+        source: Source,
         validator: Validator,
         exporter: Exporter,
         checkpoints: Checkpoints,
@@ -58,9 +59,11 @@ class RlTrainer:
 
     def run(self) -> Outcome:
         job = self.job
+        self.source.publish(self.step)
         self.validator.at_start(self.step)
         job.monitor.progress(self.step, samples=0)
         while self.step < job.recipe.run.steps:
+            self.source.wait(self.step + 1)
             if job.should_stop():
                 self.checkpoints.at_stop(self)
                 return Outcome("preempted", self.step, self.metrics)
@@ -74,6 +77,7 @@ class RlTrainer:
             recalled = self.recall(parts, rollouts)
             updates = [self.train_step(terms, rollouts, old) for terms, old in zip(parts, recalled, strict=True)]
             judged |= self.move_policies()
+            self.source.publish(self.step)
             self.validator.after_step(self.step)
             self.exporter.after_step(self.step)
             finish_step(job, self.step, [judged | updates[0], *updates[1:]], samples=int(judged["rollout/samples"]))
@@ -114,7 +118,7 @@ class RlTrainer:
         stats = reward_stats(scores, groups, self.reward.functions) | advantages.stats
         for sentence in reward_warnings(stats, self.reward.functions, len(scores)):
             log.warning("step %d: %s", self.step, sentence)
-        stats |= self.source.groups.stats()
+        stats |= self.source.stats()
         return advantages, stats | {"rollout/samples": float(valid), "rollout/step": float(self.step)}
 
     def limit_failures(self, totals: Sequence[float | None], scores: Sequence[dict[str, Score]]) -> None:

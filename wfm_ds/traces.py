@@ -20,7 +20,9 @@ RUN_FILES = (RECIPE, METRICS, RESULT)
 CHECKPOINTS = "checkpoints"
 REWARD = "reward"  # the services' log, which a run that failed before its first step leaves
 FETCHED = "fetched"  # a checkpoint of another run's storage, until this run has taken it up
-RUN_FOLDERS = ("tensorboard", "samples", "safetensors", CHECKPOINTS, "logs", REWARD, FETCHED)
+POLICY = "policy"  # weights for the workers of an async run, while it runs
+ROLLOUT = "rollout"  # where these workers find the run, and the logs of those that it starts, which stay too
+RUN_FOLDERS = ("tensorboard", "samples", "safetensors", CHECKPOINTS, "logs", REWARD, FETCHED, POLICY, ROLLOUT)
 
 
 @dataclass(frozen=True, slots=True)

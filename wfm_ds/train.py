@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from wfm_ds.output import Start
     from wfm_ds.recipe import Recipe
     from wfm_ds.rl import RlTrainer
+    from wfm_ds.rollout.base import Source
     from wfm_ds.rollout.groups import GroupSource
     from wfm_ds.sft import SftTrainer
     from wfm_ds.world import World
@@ -303,6 +304,7 @@ def reinforcement(
     from wfm_ds.rl import RlTrainer
     from wfm_ds.rollout.colocated import ColocatedSource
     from wfm_ds.rollout.rewards import RewardClient
+    from wfm_ds.rollout.source import async_source
     from wfm_ds.validation import Validator
 
     recipe, reward = job.recipe, job.recipe.reward
@@ -311,7 +313,12 @@ def reinforcement(
     run = recipe.run.output_dir.name
     rewards = job.world.checked(lambda: RewardClient(endpoint, reward, run=run, client=f"rank{job.world.rank}"))
     resources.callback(rewards.close)
-    source = ColocatedSource(job, group_source(job, algorithm, data, resources), rewards, algorithm)
+    groups = group_source(job, algorithm, data, resources)
+    source: Source = (
+        async_source(job, groups, algorithm, endpoint, resources)
+        if recipe.is_async
+        else ColocatedSource(job, groups, rewards, algorithm)
+    )
     return RlTrainer(job, algorithm, source, Validator(job, data.shown, rewards=rewards), exporter, checkpoints)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wfm_ds.algorithms import build_rl, rl_policies
-from wfm_ds.algorithms.flow_grpo import clipped_policy_loss, guarded_log_ratio, kl_scale
+from wfm_ds.algorithms.flow_grpo import clipped_policy_loss, guarded_log_ratio, importance_weight, kl_scale
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import Recipe
 from wfm_ds.types import Prompt, Rollout, Transition
@@ -25,7 +25,7 @@ SHAPE = (4, 3, 5)
 ADVANTAGES = [0.7, -1.3, 2.0, -0.4]
 
 
-def algorithm(*, solver="flow_sde", sampling=None, **keys):
+def algorithm(*, solver="flow_sde", sampling=None, rollout=None, **keys):
     recipe = Recipe.model_validate(
         {
             "run": {"output_dir": "out", "steps": 3},
@@ -33,7 +33,7 @@ def algorithm(*, solver="flow_sde", sampling=None, **keys):
             "data": {"kind": "prompts", "path": "p"},
             "sampling": {"height": 32, "width": 32, "steps": 10, "solver": solver, **(sampling or {})},
             "algorithm": {"name": "flow_grpo", **keys},
-            "rollout": {"prompts_per_step": 2, "group_size": 2},
+            "rollout": {"prompts_per_step": 2, "group_size": 2, **(rollout or {})},
             "reward": {"functions": [{"name": "color"}]},
         }
     )
@@ -158,7 +158,9 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_loss_and_gradient_are_the_published_ones_in_float64(name):
-    keys = {"clip_ratio": 0.05, "updates_per_rollout": 2, "old_log_prob": "rollout"} | VARIANTS[name]
+    keys = {"updates_per_rollout": 2, "old_log_prob": "rollout"} | VARIANTS[name]
+    if "clip_ratio_low" not in keys:
+        keys["clip_ratio"] = 0.05
     sampling = {"window": {"kind": "subset", "size": 8, "indices": list(range(8))}}
     rl, old, ref = algorithm(sampling=sampling, **keys), Denoiser(), Denoiser(seed=3)
     [batch] = micro_batches(rl, rolled_out(rl, old), update=1)
@@ -414,3 +416,52 @@ def test_clipping_is_the_published_one():
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, 2.0])
     loss = clipped_policy_loss(log_ratio, advantage, clip_low=0.2, clip_high=0.3)
     assert loss.tolist() == pytest.approx([-0.5, 0.8, -1.3, 1.5, -2.0])
+
+
+STALE = {"mode": "async", "max_staleness": 1}
+
+
+@pytest.mark.parametrize("old_log_prob", ["auto", "recompute"])
+@pytest.mark.parametrize("guard", [False, True])
+def test_samples_of_older_weights_are_corrected_to_the_old_policy(old_log_prob, guard):
+    keys = {"guard": guard, "clip_ratio": 0.05, "updates_per_rollout": 2}
+    rl = algorithm(old_log_prob=old_log_prob, rollout=STALE, **keys)
+    fresh = algorithm(old_log_prob="recompute", **keys)
+    sampler = Denoiser()
+    old, now = sampler.moved(0.7), sampler.moved(0.8)
+    rollouts = rolled_out(rl, sampler)
+    for update, references in enumerate(({}, {"old": old})):
+        policy = now if references else old  # the first update has the old weights
+        weights = []
+        for batch in micro_batches(rl, rollouts, update=update, size=3):
+            loss, stats, _ = evaluated(rl, batch, policy, **references)
+            uncorrected, _, _ = evaluated(fresh, batch, policy, **references)
+            ratio = torch.exp(rl._log_prob(old(batch.latents, batch.sigma), batch).detach() - batch.rollout_log_prob)
+            weights.append(ratio.clamp(max=2))
+            torch.testing.assert_close(loss, uncorrected * weights[-1])
+            torch.testing.assert_close(stats["policy/correction"], weights[-1])
+        assert (torch.cat(weights) - 1).abs().max() > 0.05
+
+
+def test_stale_ratios_to_the_rollout_are_the_correction_themselves():
+    rl, fresh = (algorithm(old_log_prob="rollout", rollout=r) for r in (STALE, None))
+    sampler = Denoiser()
+    for batch in micro_batches(rl, rolled_out(rl, sampler), size=5):
+        loss, stats, _ = evaluated(rl, batch, sampler.moved(0.3))
+        assert torch.equal(loss, evaluated(fresh, batch, sampler.moved(0.3))[0])
+        assert "policy/correction" not in stats
+
+
+def test_the_correction_is_bounded_and_gives_no_gradient():
+    log_prob = torch.tensor([0.0, 1.0, -1.0], requires_grad=True)
+    weight = importance_weight(log_prob, torch.zeros(3))
+    torch.testing.assert_close(weight, torch.tensor([1.0, 2.0, math.exp(-1)]))
+    assert not weight.requires_grad
+    with pytest.raises(ValueError, match="rollout_log_prob"):
+        importance_weight(log_prob, torch.zeros(3, 1))
+
+
+def test_strictly_on_policy_workers_change_nothing_in_the_loss():
+    rl = algorithm(rollout={"mode": "async", "max_staleness": 0})
+    assert not rl.corrects
+    assert rl.references == ()

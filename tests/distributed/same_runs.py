@@ -12,8 +12,9 @@ PICTURES_RELATIVE, PICTURES_ABSOLUTE = 5e-3, 5e-4
 
 
 def records(folder):
-    """Metrics by line, without times and speeds, and without what counts one rank's own micro-batches."""
-    own = ("time", "perf/")
+    """Metrics by line, without times and speeds, without what counts one rank's own micro-batches, and without what
+    only runs with rollout workers have."""
+    own = ("time", "perf/", "rollout/staleness", "rollout/dropped_stale", "rollout/workers")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if not k.startswith(own) and "seconds" not in k} for line in lines]
 

@@ -29,6 +29,7 @@ TWINS = {
     "sd3_image_sft": "sd3_sft",
     "sd3_image_sft_lora": "sd3_sft_lora",
     "sd3_nft": "sd3_nft",
+    "sd3_nft_async": "sd3_nft_async",
     "sd3_flow_grpo": "sd3_flow_grpo",
     "sd3_flow_grpo_fast": "sd3_flow_grpo_fast",
     "sd3_mix_grpo": "sd3_mix_grpo",

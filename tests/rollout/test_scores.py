@@ -11,8 +11,8 @@ import torch
 from wfm_ds import recipe_file
 from wfm_ds.models import registry
 from wfm_ds.models.text_cache import TextCache
-from wfm_ds.rollout.colocated import step_members
 from wfm_ds.rollout.groups import Group
+from wfm_ds.rollout.members import step_members
 from wfm_ds.rollout.rewards import RewardClient, RewardService
 from wfm_ds.rollout.scores import pack_scores, submit_pictures, unpack_scores
 from wfm_ds.sampler import Sampler

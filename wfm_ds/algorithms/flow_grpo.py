@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+MAX_CORRECTION = 2.0  # of a sample from older weights, by which its credit may grow
 START_DEVIATION = 0.1  # of the clip range, by which ratios may miss 1 before the first update of an RL step
 
 
@@ -47,6 +48,13 @@ def clipped_policy_loss(log_ratio: Tensor, advantage: Tensor, clip_low: float, c
     require_vectors(log_ratio, log_ratio=log_ratio, advantage=advantage)
     ratio = torch.exp(log_ratio)
     return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip_low, 1 + clip_high))
+
+
+def importance_weight(old_log_prob: Tensor, rollout_log_prob: Tensor) -> Tensor:
+    """min(p_old / p_rollout, MAX_CORRECTION) of each term [B], constant: what a sample of other weights counts for the
+    old policy. Both [B] float32."""
+    require_vectors(old_log_prob, old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob)
+    return torch.exp(old_log_prob - rollout_log_prob).clamp(max=MAX_CORRECTION).detach()
 
 
 def guarded_log_ratio(mean: Tensor, old_mean: Tensor, next_latents: Tensor, std: Tensor) -> Tensor:
@@ -109,12 +117,17 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         self.run_seed, self.sampling = recipe.run.seed, recipe.sampling
         s = self.settings
         self.grid = sigmas
-        self.recalls_old = s.old_log_prob == "recompute"
+        # Samples of older weights: ratios are either to the weights that sampled (`rollout`), or to those at the start
+        # of the RL step, and then the credit is corrected for what lies between the two.
+        self.stale = recipe.is_async and recipe.rollout is not None and recipe.rollout.max_staleness > 0
+        self.corrects = self.stale and s.old_log_prob != "rollout"
+        self.recalls_old = s.old_log_prob == "recompute" or self.corrects
         self.references = (*(["old"] if self.recalls_old else []), *(["ref"] if s.kl_beta > 0 else []))
         self.clip_low, self.clip_high = s.clip_ratio_low or s.clip_ratio, s.clip_ratio_high or s.clip_ratio
         # A ratio of the first update needs no stored mean unless it is to be the rollout's.
         self.keep_means = s.guard and (
-            s.old_log_prob == "rollout" or (s.old_log_prob == "auto" and s.updates_per_rollout > 1)
+            s.old_log_prob == "rollout"
+            or (s.old_log_prob == "auto" and s.updates_per_rollout > 1 and not self.recalls_old)
         )
         # What a step is when it is noisy does not depend on the window.
         everywhere = self._plan(self.sampling.model_copy(update={"window": None}), step=1)
@@ -217,13 +230,17 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         policy = clipped_policy_loss(log_ratio, batch.advantage, self.clip_low, self.clip_high)
         if s.guard and s.guard_reweight:
             policy = policy / -batch.dt
+        correction = {}
+        if self.corrects:
+            weight = importance_weight(old_log_prob, batch.rollout_log_prob)
+            policy, correction = policy * weight, {"policy/correction": weight}
         loss, stats = policy, {"loss/policy": policy.detach()}
         if "ref" in references:
             kl = batch.kl_scale * sample_mean((velocity - references["ref"]).square())
             loss = policy + s.kl_beta * kl
             stats |= {"loss/kl": kl.detach(), "kl/ref": kl.detach()}
         measured = self._measured(log_ratio.detach(), log_prob.detach(), old_log_prob, batch)
-        return loss, stats | measured
+        return loss, stats | correction | measured
 
     def _log_prob(self, velocity: Tensor, batch: TransitionBatch) -> Tensor:
         return sde_log_prob(velocity, batch.latents, batch.next_latents, batch.coefficients)
@@ -281,7 +298,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
 
     def review(self, metrics: Mapping[str, float]) -> None:
         deviation, bound = metrics.get("policy/ratio_start_abs_dev", 0.0), min(self.clip_low, self.clip_high)
-        if deviation > START_DEVIATION * bound:
+        if deviation > START_DEVIATION * bound and not self.stale:
             log.warning(
                 "before the first update ratios miss 1 by %.1e on average, over %.0f %% of the clip range %.1e: "
                 "rollout and training disagree about log-probabilities; set algorithm.old_log_prob to recompute",

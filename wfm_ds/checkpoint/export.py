@@ -66,14 +66,17 @@ def export(
     dtype: torch.dtype,
     is_main: bool,
     shard_bytes: int = SHARD_BYTES,
+    trained_only: bool = False,
 ) -> Path:
     """Write the weights of `policy` in diffusers' format; every rank calls it, with the same arguments.
 
     A LoRA run gets `out/lora/model.safetensors` (always float32; for a second expert `model_2.safetensors` too) and
     `adapter_config.json`; a full run makes `out` a pipeline folder: the denoiser in `dtype`, in files of at most
     `shard_bytes`, one tensor at a time in memory, everything else shared with `target.base`. `out` is complete or
-    absent; an earlier export there is replaced. Returns the LoRA folder or the pipeline folder. Raises UserError on
-    rank 0 if the tensors are not those of the target, are not finite, or if `out` cannot be written.
+    absent; an earlier export there is replaced. `trained_only`: a full run leaves out what training does not change, so
+    that `out` is no pipeline; and an adapter that changes nothing is no news. Returns the LoRA folder or the pipeline
+    folder. Raises UserError on rank 0 if the tensors are not those of the target, are not finite, or if `out` cannot be
+    written.
     """
     result = out / LORA_FOLDER if source.lora else out
     stream = source.named_full_tensors(policy)
@@ -84,15 +87,17 @@ def export(
         with new_export(out, target.base) as making:
             if source.lora:
                 settings = adapter_settings(source.lora_config(), target.base)
-                write_lora(_by_part(_here(stream), target.parts), settings, making / LORA_FOLDER, shapes=target.shapes)
-                _write_call(target, making / LORA_FOLDER)
+                adapters, folder = _by_part(_here(stream), target.parts), making / LORA_FOLDER
+                write_lora(adapters, settings, folder, shapes=target.shapes, warn_idle=not trained_only)
+                _write_call(target, folder)
             else:
-                share_unchanged(target.base, making, changed=target.parts)
-                _write_call(target, making)
+                if not trained_only:
+                    share_unchanged(target.base, making, changed=target.parts)
+                    _write_call(target, making)
                 _write_denoiser(target, _here(stream), making, dtype, shard_bytes)
     finally:
         _exhaust(stream)
-    log.info("exported the %s weights to %s", policy, result)
+    log.log(logging.DEBUG if trained_only else logging.INFO, "exported the %s weights to %s", policy, result)
     return result
 
 
@@ -209,6 +214,7 @@ def write_lora(
     folder: Path,
     *,
     shapes: Callable[[str], Mapping[str, torch.Size]] | None,
+    warn_idle: bool = True,
 ) -> None:
     """The new folder of a LoRA that diffusers loads: the tensors of each part, and adapter_config.json.
 
@@ -220,7 +226,7 @@ def write_lora(
     folder.mkdir()
     for part, tensors in adapters:
         adapter = {name: tensor.detach().to(torch.float32, copy=True).contiguous() for name, tensor in tensors}
-        _check_adapter(adapter, None if shapes is None else shapes(part), int(settings["r"]))
+        _check_adapter(adapter, None if shapes is None else shapes(part), int(settings["r"]), warn_idle)
         file = folder / LORA_FILES[part]
         save_file({f"{LORA_PREFIX}.{name}": value for name, value in adapter.items()}, file, metadata=header)
         atomic.sync(file)
@@ -244,7 +250,9 @@ def _implied_weight(pair: Mapping[str, Tensor]) -> torch.Size | None:
     return torch.Size([len(pair["B"]), *pair["A"].shape[1:]]) if len(pair) == 2 else None
 
 
-def _check_adapter(adapter: Mapping[str, Tensor], expected: Mapping[str, torch.Size] | None, rank: int) -> None:
+def _check_adapter(
+    adapter: Mapping[str, Tensor], expected: Mapping[str, torch.Size] | None, rank: int, warn_idle: bool
+) -> None:
     """Every tensor must belong to a pair A, B that fits a weight of the bare denoiser. Raises ModelError."""
     pairs: dict[str, dict[str, Tensor]] = {}
     for name, tensor in adapter.items():
@@ -260,7 +268,7 @@ def _check_adapter(adapter: Mapping[str, Tensor], expected: Mapping[str, torch.S
         if weight is None or shapes != adapter_shapes(weight, rank):
             of = "no such layer" if weight is None else f"a layer {list(weight)}"
             raise ModelError(f"{module}: LoRA tensors {shapes} of rank {rank} do not fit {of}: the export was given up")
-    if not any(bool(pair["B"].any()) for pair in pairs.values()):
+    if warn_idle and not any(bool(pair["B"].any()) for pair in pairs.values()):
         log.warning("all lora_B are zero: this adapter changes nothing (no optimizer step was applied yet?)")
 
 

@@ -11,7 +11,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from wfm_ds.pipes import wire
 from wfm_ds.pipes.keys import ClientKeys
 from wfm_ds.pipes.messages import HUB_TO_CLIENT
 from wfm_ds.pipes.sockets import Dealer, Full, Mailbox, PipeError, check_endpoint
-from wfm_ds.pipes.wire import Array, Buffer, TensorSpec, WireError
+from wfm_ds.pipes.wire import Array, Buffer, Message, TensorSpec, WireError
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,8 @@ REOPEN_S = 1.0  # before a hub that has refused this client is tried again
 SINCE_S = 2.0  # between signs of life
 RESUBMIT_S = 2.0  # until accepted
 FULL_S = 1.0  # before a full hub is asked again
+REFETCH_S = 10.0  # an unanswered request for a payload
+MAX_FETCHES = 4  # open at once
 MAX_IN_FLIGHT = 4  # submissions sent and not accepted: the rest waits here, not in a socket
 
 
@@ -55,6 +57,15 @@ class Outcome:
     seconds: float
     meta: Mapping[str, Any]
     reason: str
+
+
+@dataclass(slots=True)
+class _Request:
+    """For a payload that the hub holds."""
+
+    type: str
+    fields: Mapping[str, Any]
+    sent_at_s: float = float("-inf")
 
 
 @dataclass(slots=True)
@@ -104,6 +115,8 @@ class PipeClient:
         self._mids = itertools.count(1)
         self._submissions: list[_Submission] = []
         self._where: dict[str, _Submission] = {}
+        self._requests: dict[str, _Request] = {}  # by the id of what is to arrive
+        self._arrived: dict[str, Message | str] = {}  # a payload, or why it is missing; under self._changed
         self._attach_at_s = self._since_at_s = float("-inf")
         self._thread = threading.Thread(target=self._talk, name="pipes", daemon=True)
         self._thread.start()
@@ -140,6 +153,24 @@ class PipeClient:
         if wanted:
             self._commands.put(lambda: self._cancel(wanted))
 
+    def fetch(self, ids: Iterable[str], timeout_s: float) -> dict[str, Message]:
+        """The results of these tasks, by id, whichever client of this run submitted them; to be read by
+        Message.tensors. Raises PipeError unless all are there in time."""
+        return self._collect({task_id: _Request("fetch", {"id": task_id}) for task_id in ids}, timeout_s)
+
+    def read_file(self, name: str, num_bytes: int, timeout_s: float) -> Iterator[Array]:
+        """An announced file of that size, uint8 piece by piece. Raises PipeError if a piece does not come within
+        timeout_s, and WireError if it was damaged on the way."""
+        for offset in range(0, num_bytes, wire.FRAME_BYTES):
+            key = f"{name}@{offset}"
+            request = _Request("read", {"file": name, "offset": offset})
+            yield self._collect({key: request}, timeout_s)[key].tensors()[0]
+
+    def release(self, ids: Iterable[str]) -> None:
+        """The hub may forget the tensors of these results."""
+        wanted = list(ids)
+        self._commands.put(lambda: self._send_ids("release", wanted))
+
     def silent_s(self) -> float:
         """How long the hub has not been heard of, judged after everything that arrived was read."""
         return self._silent_s
@@ -153,7 +184,26 @@ class PipeClient:
         self._commands.put(self._leave)
         self._thread.join(timeout_s)
 
+    def _collect(self, requests: dict[str, _Request], timeout_s: float) -> dict[str, Message]:
+        self._commands.put(lambda: self._requests.update(requests))
+        with self._changed:
+            there = self._changed.wait_for(lambda: requests.keys() <= self._arrived.keys(), timeout_s)
+            found = {key: self._arrived.pop(key) for key in requests.keys() & self._arrived.keys()}
+        if not there:
+            self._commands.put(lambda: self._give_up(requests))
+            lacking = sorted(requests.keys() - found.keys())
+            why = self._trouble if self._silent_s > timeout_s else "the hub did not send them"
+            raise PipeError(f"{len(lacking)} payloads are missing after {timeout_s:g} s, e.g. {lacking[0]}: {why}")
+        messages = {key: answer for key, answer in found.items() if not isinstance(answer, str)}
+        if len(messages) < len(found):
+            raise PipeError("; ".join(answer for answer in found.values() if isinstance(answer, str)))
+        return messages
+
     # The talking thread
+
+    def _give_up(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._requests.pop(key, None)
 
     def _talk(self) -> None:
         try:
@@ -217,6 +267,9 @@ class PipeClient:
             in_flight += 1
             if in_flight >= MAX_IN_FLIGHT:
                 break
+        for request in itertools.islice(self._requests.values(), MAX_FETCHES):
+            if now_s - request.sent_at_s > REFETCH_S and self._send(request.type, request.fields):
+                request.sent_at_s = now_s
         if now_s - self._since_at_s > SINCE_S and self._send("since", {"seq": self._seq}):
             self._since_at_s = now_s
 
@@ -240,6 +293,11 @@ class PipeClient:
                 self._finish(Outcome(item["id"], item["ok"], item["seconds"], item["meta"], item["reason"]))
             if fields["items"]:
                 self._since_at_s = float("-inf")  # acknowledged at once: a hub that stops waits for it
+        elif message.type in ("payload", "missing"):
+            if self._requests.pop(fields["id"], None) is not None:  # else a repetition
+                with self._changed:
+                    self._arrived[fields["id"]] = message if message.type == "payload" else fields["why"]
+                    self._changed.notify_all()
         else:
             self._trouble = fields["why"]
             log.warning("the hub rejected a message: %s", fields["why"])
@@ -286,9 +344,11 @@ class PipeClient:
         return True
 
     def _cancel(self, ids: Iterable[str]) -> None:
-        known = [task_id for task_id in ids if self._drop(task_id)]
-        for at in range(0, len(known), 100):
-            self._send("cancel", {"ids": known[at : at + 100], "why": "nobody waits for it"})
+        self._send_ids("cancel", [task_id for task_id in ids if self._drop(task_id)], why="nobody waits for it")
+
+    def _send_ids(self, message_type: str, ids: Sequence[str], **fields: str) -> None:
+        for at in range(0, len(ids), 100):
+            self._send(message_type, {"ids": list(ids[at : at + 100]), **fields})
 
     def _leave(self) -> None:
         self._cancel(list(self._where))

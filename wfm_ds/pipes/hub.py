@@ -2,6 +2,7 @@
 
 The hub holds everything in memory. After a crash the clients submit again what they have not seen finished: the
 submitter is the one source of truth. Payload frames are kept as received and forwarded; the hub never opens them.
+Results may have tensors too: they stay in the spool until the submitter releases them, for any client of its run.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import threading
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -24,8 +26,9 @@ from wfm_ds.pipes.keys import HubKeys
 from wfm_ds.pipes.ledger import Ledger
 from wfm_ds.pipes.messages import CLIENT_TO_HUB, META_BYTES, REASON_CHARS, WORKER_TO_HUB
 from wfm_ds.pipes.sockets import Full, Mailbox, Router, Unreachable, authenticator
+from wfm_ds.pipes.spool import NotHeld, Spool
 from wfm_ds.pipes.status import Ended, HubStatus, ignore
-from wfm_ds.pipes.tasks import Admission, Completion, Grant, Refused, Task
+from wfm_ds.pipes.tasks import Admission, Completion, Grant, Refused, Task, Verdict
 from wfm_ds.pipes.wire import HEADER_BYTES, Message, TensorSpec, WireError
 
 log = logging.getLogger(__name__)
@@ -78,10 +81,15 @@ class Hub:
         observer: Callable[[Ended], None] = ignore,
         keys: HubKeys | None = None,
         on_stall: Callable[[str], None] = lambda worker: None,
+        silent_worker_s: float | None = None,
     ) -> None:
         """Endpoints may end in port 0 or *. `observer` is called in the hub's thread with every task that ends: it must
         be quick, and not raise. `on_stall` likewise, with the id of a worker that seems to hang. With `keys` clients
-        must have one that they allow. Raises PipeError if an endpoint cannot be bound."""
+        must have one that they allow. Raises PipeError if an endpoint cannot be bound.
+
+        `silent_worker_s`: a worker that is not heard of for this long is lost, and what it holds is given to others;
+        None: its supervisor alone decides. One that comes back is a worker again.
+        """
         self.id = uuid.uuid4().hex
         self.kinds = dict(kinds)
         self.rejected: Counter[str] = Counter()
@@ -110,6 +118,10 @@ class Hub:
         self._worker_of: dict[bytes, str] = {}
         self._worker_route: dict[str, bytes] = {}
         self._outboxes: dict[str, deque[tuple[bytes, tuple[zmq.Frame, ...]]]] = {}  # tasks that a full pipe refused
+        self._silent_worker_s = silent_worker_s
+        self._heard_at_s: dict[str, float] = {}  # by worker
+        self._spool = Spool()
+        self._note: Mapping[str, Any] = {}
         self._stop_at_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
 
@@ -135,6 +147,19 @@ class Hub:
     def kind_down(self, kind: str, why: str) -> None:
         """Its supervisor gave up: fail its tasks at once."""
         self._commands.put(lambda: self._ledger.kind_down(kind, why))
+
+    def announce(self, note: Mapping[str, Any], files: Mapping[str, Path]) -> None:
+        """From here on each task is leased together with this note of plain values, and clients may read these files
+        by their names."""
+        self._commands.put(lambda: self._announce(note, files))
+
+    def dismiss_workers(self, why: str) -> None:
+        """Tell all workers that there will be no more work."""
+        self._commands.put(lambda: self._dismiss(why))
+
+    def workers(self) -> list[str]:
+        """The ids of those that are connected, as of a moment ago."""
+        return sorted(self._worker_route)
 
     def status(self) -> Future[HubStatus]:
         """How things stand, from the hub's own thread within TICK_MS or so. Cancelled if the hub has stopped."""
@@ -194,6 +219,7 @@ class Hub:
         for command in self._commands.take():
             command()
         self._receive(self._clients, CLIENT_TO_HUB, self._from_client, now_s)
+        self._lose_silent_workers(now_s)
         for worker, task_id in self._ledger.expire(now_s):
             log.warning("task %s stalled in worker %s", task_id, worker)
             self._on_stall(worker)
@@ -247,10 +273,18 @@ class Hub:
                 log.warning("dropped a message at %s: %s", router.endpoint, error)
                 self._send(router, route, "reject", {"about": 0, "why": str(error)[:REASON_CHARS]})
 
-    def _send(self, router: Router, route: bytes, message_type: str, fields: Mapping[str, Any]) -> bool:
+    def _send(
+        self,
+        router: Router,
+        route: bytes,
+        message_type: str,
+        fields: Mapping[str, Any],
+        specs: Sequence[TensorSpec] = (),
+        payload: Sequence[Any] = (),
+    ) -> bool:
         """Whether it went out. Everything sent this way is repeated by the protocol if it gets lost."""
         try:
-            router.send(route, wire.encode(message_type, next(self._mids), fields))
+            router.send(route, wire.encode(message_type, next(self._mids), fields, specs), payload)
         except (Unreachable, Full):
             return False
         return True
@@ -260,12 +294,14 @@ class Hub:
     def _from_worker(self, route: bytes, message: Message, payload: list[zmq.Frame], now_s: float) -> None:
         fields = message.fields
         if message.type == "hello":
-            self._hello(route, fields)
+            self._hello(route, fields, now_s)
             return
         worker = self._worker_of.get(route)
         if worker is None or not self._ledger.knows_worker(worker):
             self._send(self._workers, route, "who", {})
-        elif message.type == "beat":
+            return
+        self._heard_at_s[worker] = now_s
+        if message.type == "beat":
             for task_id, attempt, done, _ in fields["progress"]:
                 self._ledger.progress(worker, task_id, attempt, done, now_s)
         elif message.type == "result":
@@ -274,15 +310,25 @@ class Hub:
                 reason = f"a result of {size} bytes, {META_BYTES} are allowed"
                 self._ledger.failed(worker, fields["id"], reason, fatal=True)
             else:
-                self._ledger.result(worker, fields["id"], fields["attempt"], fields["seconds"], fields["meta"])
+                self._result(worker, message, payload)
             self._send(self._workers, route, "ack", {"ids": [fields["id"]]})
+        elif message.type == "leave":
+            self._lose_worker(worker, fields["why"])
         else:
             log.warning("worker %s failed at %s: %s\n%s", worker, fields["id"], fields["reason"], fields["detail"])
             self._ledger.failed(worker, fields["id"], fields["reason"], fields["fatal"])
             self._send(self._workers, route, "ack", {"ids": [fields["id"]]})
 
-    def _hello(self, route: bytes, fields: Mapping[str, Any]) -> None:
+    def _result(self, worker: str, message: Message, payload: list[zmq.Frame]) -> None:
+        fields = message.fields
+        owner = self._ledger.owner_of(fields["id"])
+        verdict = self._ledger.result(worker, fields["id"], fields["attempt"], fields["seconds"], fields["meta"])
+        if message.specs and owner is not None and verdict in (Verdict.ACCEPTED, Verdict.LATE):
+            self._spool.put(fields["id"], owner, message.specs, payload)
+
+    def _hello(self, route: bytes, fields: Mapping[str, Any], now_s: float) -> None:
         worker = fields["worker"]
+        self._heard_at_s[worker] = now_s
         if self._worker_route.get(worker) != route:  # a repeated hello of one route says nothing about what is lost
             self._worker_of.pop(self._worker_route.get(worker, b""), None)
             self._worker_route[worker], self._worker_of[route] = route, worker
@@ -293,8 +339,24 @@ class Hub:
     def _lose_worker(self, worker: str, why: str) -> None:
         self._worker_of.pop(self._worker_route.pop(worker, b""), None)
         self._outboxes.pop(worker, None)
+        self._heard_at_s.pop(worker, None)
         for task_id in self._ledger.worker_lost(worker, why):
             log.warning("task %s was with a worker that is lost: %s", task_id, why)
+
+    def _lose_silent_workers(self, now_s: float) -> None:
+        limit_s = self._silent_worker_s
+        if limit_s is not None:
+            for worker in [w for w, heard_at_s in self._heard_at_s.items() if now_s - heard_at_s > limit_s]:
+                log.warning("worker %s was silent for %g s", worker, limit_s)
+                self._lose_worker(worker, f"its worker was silent for {limit_s:g} s")
+
+    def _dismiss(self, why: str) -> None:
+        for worker in list(self._worker_route):
+            self._to_worker(worker, "bye", {"why": why})
+
+    def _announce(self, note: Mapping[str, Any], files: Mapping[str, Path]) -> None:
+        self._note = note
+        self._spool.announce(files)
 
     def _to_worker(self, worker: str, message_type: str, fields: Mapping[str, Any]) -> None:
         route = self._worker_route.get(worker)
@@ -304,6 +366,7 @@ class Hub:
     def _queue_task(self, grant: Grant) -> None:
         work: _Work = grant.task.payload
         fields = {"id": grant.task.id, "attempt": grant.attempt, "kind": grant.task.kind, "rows": work.rows}
+        fields["note"] = dict(self._note)
         header = wire.encode("task", next(self._mids), fields, work.specs)
         self._outboxes[grant.worker].append((header, work.frames))
 
@@ -339,8 +402,27 @@ class Hub:
             self._attached[owner].notified = fields["seq"]
             if not self._ledger.completions(owner, fields["seq"]):
                 self._send(self._clients, route, "finished", {"items": []})  # a sign of life
+        elif message.type == "fetch":
+            self._answer_with(route, fields["id"], lambda: self._spool.result(fields["id"], owner.split("/", 1)[0]))
+        elif message.type == "read":
+            name, offset = fields["file"], fields["offset"]
+            self._answer_with(route, f"{name}@{offset}", lambda: self._spool.piece(name, offset))
+        elif message.type == "release":
+            self._spool.drop(fields["ids"])
         else:
+            self._spool.drop(fields["ids"])
             self._cancel_running(self._ledger.cancel(owner, fields["ids"]), fields["why"])
+
+    def _answer_with(
+        self, route: bytes, name: str, read: Callable[[], tuple[Sequence[TensorSpec], Sequence[Any]]]
+    ) -> None:
+        """What was asked for, or why there is none. A full pipe drops it: the client asks again."""
+        try:
+            specs, payload = read()
+        except NotHeld as error:
+            self._send(self._clients, route, "missing", {"id": name, "why": str(error)[:REASON_CHARS]})
+            return
+        self._send(self._clients, route, "payload", {"id": name}, specs, payload)
 
     def _attach(self, route: bytes, mid: int, fields: Mapping[str, Any], now_s: float) -> None:
         owner = f"{fields['run']}/{fields['client']}"
@@ -361,6 +443,7 @@ class Hub:
 
     def _forget(self, owner: str) -> None:
         self._cancel_running(self._ledger.forget(owner), "its client left")
+        self._spool.drop_of(owner)
         client = self._attached.pop(owner, None)
         if client is not None:
             self._owner_of.pop(client.route, None)

@@ -259,6 +259,11 @@ class Ledger:
     def knows_worker(self, worker: str) -> bool:
         return worker in self._workers
 
+    def owner_of(self, task_id: str) -> str | None:
+        """Who submitted it; None if it is unknown or gone."""
+        entry = self._entries.get(task_id)
+        return entry.task.owner if entry is not None else None
+
     def census(self, now_s: float) -> tuple[dict[str, tuple[int, int]], dict[str, float | None]]:
         """What waits and what is leased, (waiting, leased) by kind; and by worker, seconds since the last progress of
         what it works on, None if it has nothing."""

@@ -108,14 +108,25 @@ SCHEMAS: dict[str, dict[str, Check]] = {
         "detail": Text(DETAIL_CHARS),
         "fatal": Flag(),  # do not try elsewhere
     },
+    "leave": {"why": _REASON},  # nothing it holds will be done
     # hub -> worker
     "welcome": {"hub": Text(64), "beat_s": Number()},  # `hub` is new at each start of the hub
-    "task": {"id": _ID, "attempt": Integer(1, 100), "kind": _ID, "rows": ListOf(FreeMap(), MAX_ROWS)},
+    "task": {
+        "id": _ID,
+        "attempt": Integer(1, 100),
+        "kind": _ID,
+        "rows": ListOf(FreeMap(), MAX_ROWS),
+        "note": FreeMap(),  # what the hub's owner announced last, such as the weights to use
+    },
     "ack": {"ids": _IDS},
+    "bye": {"why": _REASON},  # the hub's work is done: leave
     # client -> hub
     "attach": {"run": Text(120), "client": Text(120), "epoch": Integer()},  # a restarted client has a higher epoch
     "submit": {"rows": ListOf(FreeMap(), MAX_ROWS), "tasks": ListOf(_TASK, MAX_TASKS)},
     "since": {"seq": Integer()},  # completions up to seq have arrived; also the sign of life
+    "fetch": {"id": _ID},  # the tensors of a result; any client of the submitter's run may
+    "read": {"file": _ID, "offset": Integer()},  # a piece of an announced file
+    "release": {"ids": _IDS},  # nobody fetches these any more
     # hub -> client
     "attached": {
         "session": Text(64),  # a new one means that the hub knows nothing of this client's tasks
@@ -123,17 +134,19 @@ SCHEMAS: dict[str, dict[str, Check]] = {
     },
     "accepted": {"ids": _IDS, "known": _IDS, "refused": ListOf(Tuple((_ID, Text())))},
     "finished": {"items": ListOf(_COMPLETION)},
+    "payload": {"id": _ID},  # a result, or `file@offset`
+    "missing": {"id": _ID, "why": _REASON},
     # hub -> any, client -> hub
     "who": {},  # "I do not know this route: say hello or attach again"
     "reject": {"about": Integer(), "why": _REASON},
     "cancel": {"ids": _IDS, "why": _REASON},
 }
 
-WORKER_TO_HUB = frozenset({"hello", "beat", "result", "failed"})
-HUB_TO_WORKER = frozenset({"welcome", "task", "ack", "cancel", "who", "reject"})
-CLIENT_TO_HUB = frozenset({"attach", "submit", "since", "cancel"})
-HUB_TO_CLIENT = frozenset({"attached", "accepted", "finished", "who", "reject"})
-TYPES_WITH_TENSORS = frozenset({"submit", "task"})
+WORKER_TO_HUB = frozenset({"hello", "beat", "result", "failed", "leave"})
+HUB_TO_WORKER = frozenset({"welcome", "task", "ack", "cancel", "bye", "who", "reject"})
+CLIENT_TO_HUB = frozenset({"attach", "submit", "since", "fetch", "read", "release", "cancel"})
+HUB_TO_CLIENT = frozenset({"attached", "accepted", "finished", "payload", "missing", "who", "reject"})
+TYPES_WITH_TENSORS = frozenset({"submit", "task", "result", "payload"})
 
 
 def problem_in(value: Any, check: Check) -> str:

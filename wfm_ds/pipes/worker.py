@@ -24,7 +24,7 @@ import zmq
 from wfm_ds.pipes import wire
 from wfm_ds.pipes.messages import DETAIL_CHARS, HUB_TO_WORKER, META_BYTES, REASON_CHARS
 from wfm_ds.pipes.sockets import Dealer, Full, Mailbox
-from wfm_ds.pipes.wire import Array, Message, WireError
+from wfm_ds.pipes.wire import Array, Buffer, Message, TensorSpec, WireError
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,12 @@ class TaskInHand:
     rows: list[dict[str, Any]]
     message: Message
 
+    @property
+    def note(self) -> Mapping[str, Any]:
+        """What the hub's owner had announced when the task was leased."""
+        note: Mapping[str, Any] = self.message.fields["note"]
+        return note
+
     def tensors(self) -> list[Array]:
         """Aligned copies, one per row, or none. Raises TaskFailed if they were damaged on the way."""
         try:
@@ -62,8 +68,16 @@ class TaskInHand:
             raise TaskFailed(str(error), fatal=False) from error
 
 
-Handle: TypeAlias = Callable[[TaskInHand, Progress], Mapping[str, Any]]
-HandleBatch: TypeAlias = Callable[[Sequence[TaskInHand], Progress], Sequence[Mapping[str, Any] | TaskFailed]]
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A result with tensors, which stay with the hub until the submitter releases them."""
+
+    meta: Mapping[str, Any]
+    tensors: Sequence[tuple[str, Array]]
+
+
+Handle: TypeAlias = Callable[[TaskInHand, Progress], "Mapping[str, Any] | Answer"]
+HandleBatch: TypeAlias = Callable[[Sequence[TaskInHand], Progress], "Sequence[Mapping[str, Any] | Answer | TaskFailed]"]
 """One answer for each task, in order."""
 
 
@@ -73,6 +87,8 @@ class _Report:
 
     type: str
     fields: Mapping[str, Any]
+    specs: Sequence[TensorSpec] = ()
+    frames: Sequence[Buffer] = ()
     sent_at_s: float = float("-inf")
 
 
@@ -206,6 +222,8 @@ class LeaseWorker:
                 self._send_reports(dealer, now_s)
         finally:
             faulthandler.cancel_dump_traceback_later()
+            if self._hub:
+                self._send(dealer, "leave", {"why": "its worker left"})
             dealer.close()
             context.term()
             self._tasks.put(None)
@@ -247,6 +265,9 @@ class LeaseWorker:
         elif message.type == "ack":
             for task_id in fields["ids"]:
                 self._reports.pop(task_id, None)
+        elif message.type == "bye":
+            log.info("the hub says: %s", fields["why"])
+            self._stopping.set()
         elif message.type == "cancel":
             self._cancel(fields["ids"], fields["why"])
         else:
@@ -266,26 +287,39 @@ class LeaseWorker:
 
     def _send_reports(self, dealer: Dealer, now_s: float) -> None:
         for report in self._reports.values() if self._hub else ():
-            if now_s - report.sent_at_s > RESEND_S and self._send(dealer, report.type, report.fields):
+            if now_s - report.sent_at_s > RESEND_S and self._send(
+                dealer, report.type, report.fields, report.specs, report.frames
+            ):
                 report.sent_at_s = now_s
 
-    def _send(self, dealer: Dealer, message_type: str, fields: Mapping[str, Any]) -> bool:
+    def _send(
+        self,
+        dealer: Dealer,
+        message_type: str,
+        fields: Mapping[str, Any],
+        specs: Sequence[TensorSpec] = (),
+        frames: Sequence[Buffer] = (),
+    ) -> bool:
         try:
-            dealer.send(wire.encode(message_type, next(self._mids), fields))
+            dealer.send(wire.encode(message_type, next(self._mids), fields, specs), frames)
         except Full:
             return False
         return True
 
 
-def _report(task: TaskInHand, answer: Mapping[str, Any] | Exception, seconds: float) -> _Report:
+def _report(task: TaskInHand, answer: Mapping[str, Any] | Answer | Exception, seconds: float) -> _Report:
     """What the hub hears of a task. Never raises: a result that cannot travel is a failure."""
     about = {"id": task.id, "attempt": task.attempt}
     if not isinstance(answer, Exception):
         try:
-            size = wire.packed_size(answer)
+            meta, tensors = (answer.meta, answer.tensors) if isinstance(answer, Answer) else (answer, ())
+            size = wire.packed_size(meta)
             if size > META_BYTES:
                 raise TaskFailed(f"a result of {size} bytes, {META_BYTES} are allowed", fatal=True)
-            return _Report("result", {**about, "seconds": seconds, "meta": answer})
+            specs, frames = wire.pack_tensors(tensors)
+            fields = {**about, "seconds": seconds, "meta": meta}
+            wire.encode("result", 0, fields, specs)  # what cannot travel is found here
+            return _Report("result", fields, specs, list(itertools.chain(*frames)))
         except (WireError, TaskFailed) as error:
             answer = error
     return _Report("failed", {**about, **_failure(answer)})

@@ -30,6 +30,22 @@ def submit_pictures(
     """
     assert job.recipe.reward is not None
     media, finite = job.media(latents)
+    names = [function.name for function in job.recipe.reward.functions]
+    fps = job.recipe.sampling.fps if job.model.video else None
+    return media, submit_media(rewards, names, media, finite, sample_ids, prompts, fps)
+
+
+def submit_media(
+    rewards: RewardClient,
+    names: Sequence[str],
+    media: npt.NDArray[np.uint8],
+    finite: Sequence[bool],
+    sample_ids: Sequence[str],
+    prompts: Sequence[Prompt],
+    fps: float | None,
+) -> Scores:
+    """Send the media that were made of finite latents to be scored by the rewards of these names; the named failures of
+    the others."""
     whole = [i for i, ok in enumerate(finite) if ok]
     if whole and len(media):
         rewards.submit(
@@ -38,13 +54,12 @@ def submit_pictures(
                 sample_ids=[sample_ids[i] for i in whole],
                 prompts=[prompts[i].text for i in whole],
                 metadata=[prompts[i].metadata for i in whole],
-                fps=job.recipe.sampling.fps if job.model.video else None,
+                fps=fps,
             )
         )
-    names = [function.name for function in job.recipe.reward.functions]
     broken = [sample_id for sample_id, ok in zip(sample_ids, finite, strict=True) if not ok]
     why = "latents are not finite"
-    return media, {s: {name: Score(sample_id=s, reward=name, failure=why) for name in names} for s in broken}
+    return {s: {name: Score(sample_id=s, reward=name, failure=why) for name in names} for s in broken}
 
 
 def gather_scores(world: World, mine: Mapping[str, Mapping[str, Score]]) -> Scores:
@@ -53,10 +68,16 @@ def gather_scores(world: World, mine: Mapping[str, Mapping[str, Score]]) -> Scor
     return {sample_id: scores for part in parts for sample_id, scores in unpack_scores(part).items()}
 
 
-def pack_scores(scores: Mapping[str, Mapping[str, Score]]) -> list[Any]:
-    """JSON form of scores by sample and reward."""
+def pack_scores(scores: Mapping[str, Mapping[str, Score]], max_failure_chars: int | None = None) -> list[Any]:
+    """JSON form of scores by sample and reward; failures may be cut to so many characters."""
     return [
-        [sample_id, [[s.reward, s.value, s.failure, s.seconds, dict(s.parts)] for s in by_reward.values()]]
+        [
+            sample_id,
+            [
+                [s.reward, s.value, s.failure and s.failure[:max_failure_chars], s.seconds, dict(s.parts)]
+                for s in by_reward.values()
+            ],
+        ]
         for sample_id, by_reward in scores.items()
     ]
 

@@ -1,0 +1,103 @@
+"""Runs whose samples other processes make: strictly on-policy they are the colocated runs, on any number of ranks,
+also when they go on in another life."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distributed.resuming import train_on_rank
+from distributed.same_runs import assert_same_runs, records
+
+ROOT = Path(__file__).parent.parent.parent
+COMMON = [
+    "optimizer.eps=1e-4",
+    "optimizer.lr=3e-2",
+    "run.steps=3",
+    "logging.console=false",
+    "validation.at_start=false",
+]
+OLD = "algorithm.old_decay={initial: 0.6, slope: 0, max: 0.6}"  # so that old differs from the trained policy
+ON_POLICY = ["rollout.mode=async", "rollout.max_staleness=0"]
+GRPO = ["optimizer.lr=3e-3", "algorithm.clip_ratio=0.03"]
+
+
+@pytest.fixture
+def train(one_rank, two_ranks, tiny_pipelines, tmp_path):
+    """Runs a tiny recipe into tmp_path/where."""
+
+    def run(where, name, *overrides, ranks=1):
+        group = one_rank if ranks == 1 else two_ranks
+        return group.run(
+            train_on_rank,
+            recipe=str(ROOT / "recipes" / "tiny" / f"{name}.yaml"),
+            overrides=[
+                f"run.output_dir={tmp_path / where}",
+                f"model.path={tiny_pipelines('sd3')}",
+                f"data.path={ROOT / 'recipes' / 'tiny' / 'prompts' / 'colors'}",
+                *COMMON,
+                *overrides,
+            ],
+        )
+
+    return run
+
+
+def updates(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if "loss/total" in line]
+
+
+@pytest.mark.slow
+def test_nft_with_workers_is_nft_without(train, tmp_path):
+    train("colocated", "sd3_nft", OLD)
+    train("async", "sd3_nft", OLD, *ON_POLICY)
+    assert_same_runs(tmp_path / "colocated", tmp_path / "async")
+    steps = updates(tmp_path / "async")
+    assert [s["rollout/staleness_max"] for s in steps] == [0, 0, 0]
+    assert [s["rollout/dropped_stale"] for s in steps] == [0, 0, 0]
+    assert steps[-1]["nft/old_deviation"] > 1e-5, "the published policy is another one than the trained"
+    assert not any("perf/forwards_rollout" in s for s in steps)
+    left = {path.name for path in (tmp_path / "async").iterdir()}
+    assert "policy" not in left
+    assert [path.name for path in (tmp_path / "async" / "rollout").iterdir()] == ["spawned-0.log"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sd3_mix_grpo", "sd3_flow_grpo"])
+def test_flow_grpo_with_workers_is_flow_grpo_without(name, train, tmp_path):
+    train("colocated", name, *GRPO)
+    train("async", name, *GRPO, *ON_POLICY, ranks=2)
+    assert_same_runs(tmp_path / "colocated", tmp_path / "async")
+    first = updates(tmp_path / "async")[0]
+    assert first["policy/ratio_start_abs_dev"] < 1e-6, "workers and ranks agree about log-probabilities"
+
+
+@pytest.mark.slow
+def test_all_weights_are_published_from_shards(train, tmp_path):
+    full = ["lora=null", "optimizer.lr=1e-3", OLD]
+    train("colocated", "sd3_nft", *full)
+    train("async", "sd3_nft", *full, *ON_POLICY, "engine.deepspeed=zero3", "engine.max_forward_batch=3", ranks=2)
+    assert_same_runs(tmp_path / "colocated", tmp_path / "async")
+
+
+@pytest.mark.slow
+def test_a_run_that_has_ended_goes_on_with_workers_of_another_life(train, tmp_path):
+    train("whole", "sd3_nft", OLD)
+    (ended,) = train("async", "sd3_nft", OLD, *ON_POLICY, "checkpoint.every=1", "run.steps=1")
+    assert (ended["status"], ended["step"]) == ("finished", 1)
+    (ended,) = train("async", "sd3_nft", OLD, *ON_POLICY, "checkpoint.every=1")
+    assert (ended["status"], ended["step"]) == ("finished", 3)
+    assert_same_runs(tmp_path / "whole", tmp_path / "async")
+
+
+@pytest.mark.slow
+def test_samples_may_be_as_old_as_the_bound_and_no_older(train, tmp_path):
+    more = ["run.steps=6", "rollout.mode=async", "rollout.max_staleness=2", "rollout.in_flight=3", "rollout.spawn=2"]
+    train("async", "sd3_flow_grpo", *GRPO, *more)
+    steps = [s for s in updates(tmp_path / "async") if "rollout/staleness_max" in s]
+    assert len(steps) == 6
+    assert steps[0]["rollout/staleness_max"] == 0
+    assert 1 <= max(s["rollout/staleness_max"] for s in steps) <= 2
+    assert any(abs(s["policy/correction"] - 1) > 1e-6 for s in steps)
+    assert all(s["rollout/samples"] == 8 for s in steps)
+    assert len(records(tmp_path / "async")) > 6

@@ -1,0 +1,126 @@
+"""Rollout workers that are killed, stopped, come late and leave, and a trainer that vanishes: real processes and
+signals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from distributed.same_runs import assert_same_runs
+
+ROOT = Path(__file__).parent.parent.parent
+PROBES = ROOT / "tests" / "reward"
+PATIENCE_S = 300  # a busy machine is no failure
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as stack:
+        yield stack
+
+
+def until(condition):
+    """What it returned, once that is true. Fails after PATIENCE_S."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    tick = threading.Event()
+    while not (value := condition()):
+        assert time.monotonic() < deadline_s, "it did not happen"
+        tick.wait(0.05)
+    return value
+
+
+def start(stack, log, *words):
+    """A process of this project, killed at the end of the test if it still runs."""
+    path = os.pathsep.join([str(PROBES), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *words], stdout=out, stderr=out, env=os.environ | {"PYTHONPATH": path}, cwd=ROOT
+        )
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    return process
+
+
+def train(stack, folder, where, model, *overrides, seconds):
+    options = {"seconds": seconds, "journal": str(folder / f"{where}.journal")}
+    reward = {"name": "probe_rewards:Brightness", "workers": 2, "max_batch": 2, "options": options}
+    return start(
+        stack,
+        folder / f"{where}.log",
+        "wfm_ds.train",
+        "recipes/tiny/sd3_nft.yaml",
+        f"run.output_dir={folder / where}",
+        f"model.path={model}",
+        f"reward.functions={json.dumps([reward])}",
+        *["run.steps=3", "engine.max_forward_batch=2", "validation.at_start=false", "optimizer.eps=1e-4"],
+        *["logging.console=false", "logging.tensorboard=false"],
+        *overrides,
+    )
+
+
+def join(stack, folder, name):
+    log = folder / f"{name}.log"
+    run = folder / "async"
+    words = [str(run / "recipe.yaml"), "--connect", str(run / "rollout" / "pipes.json"), "--name", name]
+    return start(stack, log, "wfm_ds.rollout", *words), log
+
+
+def has(log, text):
+    return lambda: log.exists() and text in log.read_text(errors="replace")
+
+
+def test_workers_that_die_hang_come_late_and_leave_change_nothing(stack, tmp_path, tiny_pipelines):
+    model = tiny_pipelines("sd3")
+    undisturbed = train(stack, tmp_path, "colocated", model, seconds=0)
+    on_policy = ["rollout.mode=async", "rollout.max_staleness=0", "rollout.spawn=0", "rollout.lost_after_s=15"]
+    trainer = train(stack, tmp_path, "async", model, *on_policy, seconds=0.7)
+    until((tmp_path / "async" / "rollout" / "pipes.json").exists)
+    killed, _ = join(stack, tmp_path, "killed")
+    until((tmp_path / "async.journal").exists)
+    killed.kill()  # its chunks are being scored
+
+    stopped, stopped_log = join(stack, tmp_path, "stopped")  # late: the others' work is waiting
+    until(has(stopped_log, "uses publication"))
+    stopped.send_signal(signal.SIGSTOP)
+    leaving, leaving_log = join(stack, tmp_path, "leaving")
+    until(has(tmp_path / "async" / "logs" / "rank_0.log", "worker stopped/0 was silent for"))
+    # Not before the first step is whole: a chunk that was lost three times would be given up.
+    until(has(tmp_path / "async" / "metrics.jsonl", "loss/total"))
+    assert "uses publication" in leaving_log.read_text()
+    stopped.send_signal(signal.SIGCONT)
+    leaving.send_signal(signal.SIGTERM)
+    assert leaving.wait(PATIENCE_S) == 0
+    assert trainer.wait(PATIENCE_S) == 0, (tmp_path / "async.log").read_text()
+    assert stopped.wait(PATIENCE_S) == 0
+    assert undisturbed.wait(PATIENCE_S) == 0
+    assert_same_runs(tmp_path / "colocated", tmp_path / "async")
+
+
+def test_a_killed_child_is_replaced_and_none_outlives_the_trainer(stack, tmp_path, tiny_pipelines):
+    words = ["rollout.mode=async", "rollout.spawn=2", "run.steps=1000"]
+    trainer = train(stack, tmp_path, "async", tiny_pipelines("sd3"), *words, seconds=0)
+    logs = [tmp_path / "async" / "rollout" / f"spawned-{i}.log" for i in range(2)]
+    for log in logs:
+        until(has(log, "uses publication"))
+
+    def workers():
+        children = psutil.Process(trainer.pid).children(recursive=True)
+        return [c for c in children if "wfm_ds.rollout" in c.cmdline()]
+
+    victim = until(lambda: [c for c in workers() if "spawned-0.1" in c.cmdline()])[0]
+    victim.kill()
+    until(has(logs[0], "spawned-0.2 INFO uses publication"))
+    family = psutil.Process(trainer.pid).children(recursive=True)
+    assert len(workers()) == 2
+    trainer.kill()
+    _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
+    assert alive == []

@@ -1,0 +1,182 @@
+"""Results with tensors, announced files and notes, and workers that fall silent, over real sockets."""
+
+import threading
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+
+from wfm_ds.pipes.client import PipeClient, TaskRequest
+from wfm_ds.pipes.hub import Hub, Kind
+from wfm_ds.pipes.sockets import PipeError, private_folder
+from wfm_ds.pipes.spool import NotHeld, Spool
+from wfm_ds.pipes.wire import FRAME_BYTES, pack_tensors
+from wfm_ds.pipes.worker import Answer, LeaseWorker
+
+KIND = "ramp"
+DEADLINE_S = 30.0
+
+
+@pytest.fixture
+def stack():
+    folder = private_folder()
+    with ExitStack() as stack:
+        stack.callback(folder.rmdir)
+        stack.folder = folder
+        yield stack
+
+
+def a_hub(stack, **options):
+    sockets = {"clients": f"ipc://{stack.folder}/c", "workers": f"ipc://{stack.folder}/w"}
+    hub = Hub(**sockets, kinds={KIND: Kind(60.0, {})}, **options)
+    hub.start()
+    stack.callback(lambda: hub.stop(0.0))
+    return hub
+
+
+def a_client(stack, hub, *, run="run", name="ann"):
+    client = PipeClient(hub.client_endpoint, run=run, client=name)
+    stack.callback(client.close)
+    client.attach(DEADLINE_S)
+    return client
+
+
+def a_worker(stack, hub, handle, name="w"):
+    worker = LeaseWorker(hub.worker_endpoint, worker=name, name=name, kinds=[KIND])
+    thread = threading.Thread(target=worker.run, args=[handle], daemon=True)
+    thread.start()
+    stack.callback(thread.join, DEADLINE_S)
+    stack.callback(worker.stop)
+    return worker
+
+
+def ramp(task, progress):
+    size = task.rows[0]["size"]
+    return Answer({"size": size, "note": dict(task.note)}, [("ramp", np.arange(size, dtype=np.float32))])
+
+
+def submit(client, task_id, size):
+    client.submit([{"size": size}], [], [TaskRequest(task_id, KIND, 0, 1, deadline_s=1e12)])
+
+
+def outcome(client):
+    found = client.take(DEADLINE_S)
+    assert len(found) == 1
+    return found[0]
+
+
+def test_any_client_of_the_run_fetches_a_result_until_it_is_released(stack):
+    hub = a_hub(stack)
+    ann, bob, eve = (a_client(stack, hub, name=n, run=r) for n, r in (("ann", "run"), ("bob", "run"), ("ann", "other")))
+    a_worker(stack, hub, ramp)
+    size = FRAME_BYTES // 4 + 7  # two frames
+    submit(ann, "a", size)
+    assert outcome(ann).meta == {"size": size, "note": {}}
+    for client in (bob, ann, bob):
+        (array,) = client.fetch(["a"], DEADLINE_S)["a"].tensors()
+        assert np.array_equal(array, np.arange(size, dtype=np.float32))
+    with pytest.raises(PipeError, match="the hub has no result a"):
+        eve.fetch(["a"], DEADLINE_S)
+    ann.release(["a"])
+    with pytest.raises(PipeError, match="the hub has no result a"):
+        ann.fetch(["a"], DEADLINE_S)
+
+
+def test_many_results_are_fetched_at_once(stack):
+    hub = a_hub(stack)
+    ann = a_client(stack, hub)
+    a_worker(stack, hub, ramp)
+    for size in range(20):
+        submit(ann, f"t{size}", size)
+    done = set()
+    while len(done) < 20:
+        done |= {o.id for o in ann.take(DEADLINE_S)}
+    found = ann.fetch(sorted(done), DEADLINE_S)
+    assert {key: len(message.tensors()[0]) for key, message in found.items()} == {f"t{n}": n for n in range(20)}
+
+
+def test_an_announcement_goes_with_the_tasks_leased_after_it_and_its_files_can_be_read(stack, tmp_path):
+    hub = a_hub(stack)
+    ann, eve = a_client(stack, hub), a_client(stack, hub, run="workers", name="w")
+    content = np.random.default_rng(0).integers(0, 256, FRAME_BYTES + 11).astype(np.uint8)
+    (tmp_path / "weights").write_bytes(content.tobytes())
+    hub.announce({"version": 3}, {"v3/weights": tmp_path / "weights"})
+    submit(ann, "a", 1)  # waits for a worker
+    hub.announce({"version": 4}, {"v3/weights": tmp_path / "weights"})
+    a_worker(stack, hub, ramp)
+    assert outcome(ann).meta["note"] == {"version": 4}
+    read = np.concatenate(list(eve.read_file("v3/weights", len(content), DEADLINE_S)))
+    assert np.array_equal(read, content)
+    for name in ("weights", "../weights", str(tmp_path / "weights")):
+        with pytest.raises(PipeError, match="offers no file"):
+            list(eve.read_file(name, 1, DEADLINE_S))
+
+
+def test_a_silent_worker_loses_its_task_to_another_and_is_welcome_again(stack):
+    hub = a_hub(stack, silent_worker_s=0.5)
+    ann = a_client(stack, hub)
+    woken, at_work = threading.Event(), threading.Event()
+
+    def dream(task, progress):
+        at_work.set()
+        woken.wait(DEADLINE_S)
+        return ramp(task, progress)
+
+    sleeper = a_worker(stack, hub, dream, name="sleeper")
+    stack.callback(woken.set)
+    submit(ann, "a", 1)
+    assert at_work.wait(DEADLINE_S)
+    sleeper._beat_s = 1e9  # as if its process were stopped
+    a_worker(stack, hub, ramp, name="other")
+    assert outcome(ann).meta["size"] == 1
+    woken.set()  # its late result is recognised: nothing more comes of it
+    submit(ann, "b", 2)
+    assert outcome(ann).id == "b"
+    assert ann.take(0.3) == []
+
+
+def test_a_worker_that_leaves_hands_back_its_task_at_once(stack):
+    hub = a_hub(stack)
+    ann = a_client(stack, hub)
+    release, at_work = threading.Event(), threading.Event()
+
+    def slow(task, progress):
+        at_work.set()
+        release.wait(DEADLINE_S)
+        return ramp(task, progress)
+
+    leaving = a_worker(stack, hub, slow, name="leaving")
+    submit(ann, "a", 5)
+    assert at_work.wait(DEADLINE_S)
+    a_worker(stack, hub, ramp, name="other")
+    leaving.stop()
+    release.set()  # a thread of this process: it must end before the worker's patience does
+    assert outcome(ann).meta["size"] == 5
+
+
+def test_dismissed_workers_return(stack):
+    hub = a_hub(stack)
+    worker = LeaseWorker(hub.worker_endpoint, worker="w", name="w", kinds=[KIND])
+    thread = threading.Thread(target=worker.run, args=[ramp], daemon=True)
+    thread.start()
+    ann = a_client(stack, hub)
+    submit(ann, "a", 1)
+    outcome(ann)
+    assert hub.workers() == ["w"]
+    hub.dismiss_workers("the run is complete")
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+
+
+def test_the_spool_counts_what_it_holds():
+    spool = Spool()
+    specs, _ = pack_tensors([("x", np.zeros(10, np.float32))])
+    spool.put("a", "run/ann", tuple(specs), ())
+    spool.put("a", "run/ann", tuple(specs), ())  # done again
+    spool.put("b", "run/bob", tuple(specs), ())
+    assert spool.held_bytes == 80
+    spool.drop_of("run/ann")
+    with pytest.raises(NotHeld):
+        spool.result("a", "run")
+    spool.drop(["b", "unknown"])
+    assert spool.held_bytes == 0

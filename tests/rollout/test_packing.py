@@ -1,0 +1,92 @@
+"""Chunks of samples through the wire format and back."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from wfm_ds.pipes import wire
+from wfm_ds.rollout.groups import Group
+from wfm_ds.rollout.members import rolled_out, step_members
+from wfm_ds.rollout.packing import ChunkWork, nothing, pack_trajectory, unpack_trajectory
+from wfm_ds.sampling.denoise import Trajectory
+from wfm_ds.sampling.plan import deterministic_plan, stochastic_plan
+from wfm_ds.types import Prompt
+
+GRID = torch.linspace(1, 0, 7, dtype=torch.float64)
+SHAPE = (2, 3, 4)
+CPU = torch.device("cpu")
+
+
+def a_trajectory(plan, count=3):
+    noise = torch.randn((count, *SHAPE), generator=torch.Generator().manual_seed(0))
+    return plan.run(lambda x, sigma: 0.3 * x + sigma, noise, list(range(count)))
+
+
+def sent(arrays):
+    """What the other side reads."""
+    specs, frames = wire.pack_tensors(arrays)
+    return {spec.name: wire._joined(spec, part) for spec, part in zip(specs, frames, strict=True)}
+
+
+def windowed(steps, **options):
+    return stochastic_plan("flow_sde", GRID, noise_level=0.7, stored=steps, **options)
+
+
+@pytest.mark.parametrize(
+    ("plan", "points"),
+    [
+        (windowed((1, 2, 3)), 4),  # consecutive steps share the latents between them
+        (windowed((0, 2, 3), keep_means=True), 5),
+        (windowed((4,)), 2),
+        (deterministic_plan("ode", GRID), 0),
+    ],
+)
+def test_a_trajectory_arrives_bit_by_bit_without_a_second_copy(plan, points):
+    made = a_trajectory(plan)
+    layout, arrays = pack_trajectory(made)
+    assert dict(arrays).get("points", np.empty((0, 0))).shape[1] == points
+    found = unpack_trajectory(json.loads(json.dumps(layout)), sent(arrays), CPU)
+    assert torch.equal(found.clean, made.clean)
+    assert [s.index for s in found.stored] == list(plan.stored)
+    for there, here in zip(found.stored, made.stored, strict=True):
+        assert torch.equal(there.latents, here.latents)
+        assert torch.equal(there.next_latents, here.next_latents)
+        assert torch.equal(there.log_prob, here.log_prob)
+        assert (there.mean is None) == (here.mean is None)
+        assert here.mean is None or torch.equal(there.mean, here.mean)
+
+
+def test_what_is_not_finite_becomes_zero():
+    clean = torch.ones(2, *SHAPE)
+    clean[1, 0] = torch.nan
+    _, arrays = pack_trajectory(Trajectory(clean))
+    assert dict(arrays)["clean"][1].min() == 0
+    assert np.isfinite(dict(arrays)["clean"]).all()
+
+
+def members():
+    prompt = Prompt(id="p/1", text="a red square", negative_text="blue", metadata={"target": [1, 2]})
+    return step_members([Group(prompt=prompt)], group_size=3, step=4, run_seed=1, same_noise=True)
+
+
+def test_work_arrives_as_it_was_sent():
+    work = ChunkWork(4, members())
+    found = ChunkWork.of_json(json.loads(json.dumps(work.to_json())))
+    assert found.step == 4
+    assert list(found.members) == list(work.members)
+    with pytest.raises(KeyError):
+        ChunkWork.of_json({"step": 1})
+
+
+def test_nothing_has_the_shape_of_a_sample():
+    plan = windowed((1, 2), keep_means=True)
+    made = rolled_out(members()[0], a_trajectory(plan), 0, broken=False)
+    empty = nothing(members()[0], plan, SHAPE, CPU)
+    assert (empty.sample_id, empty.seed, empty.prompt) == (made.sample_id, made.seed, made.prompt)
+    assert [t.index for t in empty.transitions] == [t.index for t in made.transitions]
+    for there, here in zip(empty.transitions, made.transitions, strict=True):
+        assert there.latents.shape == here.latents.shape
+        assert there.mean.shape == here.mean.shape
+        assert there.log_prob.shape == here.log_prob.shape

@@ -1,0 +1,102 @@
+"""What the trainer tells and asks of the workers that it starts. The processes themselves are in tests/faults."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from wfm_ds import recipe_file
+from wfm_ds.errors import RecipeError, UserError
+from wfm_ds.preflight import check_workers
+from wfm_ds.recipe import Recipe
+from wfm_ds.rollout.identity import identity, require_same
+from wfm_ds.rollout.service import OF_RANKS, endpoints, spawn_devices
+
+TINY = Path(__file__).parent.parent.parent / "recipes" / "tiny"
+
+
+def changed(**sections):
+    plain = recipe_file.load(TINY / "sd3_nft_async.yaml").model_dump(mode="json")
+    for name, keys in sections.items():
+        plain[name] = {**plain[name], **keys}
+    return Recipe.model_validate(plain)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("max_staleness", 0),
+        ("spawn", 3),
+        ("devices", ["cpu"]),
+        ("bind", "tcp://127.0.0.1:6200"),
+        ("in_flight", 4),
+        ("lost_after_s", 5),
+        ("timeout_s", 5),
+    ],
+)
+def test_keys_about_workers_need_them(key, value):
+    assert getattr(changed(rollout={key: value}).rollout, key) == value
+    with pytest.raises(ValueError, match=rf"rollout.mode: colocated does not read rollout.*{key}.*set mode: async"):
+        changed(rollout={"mode": "colocated", "max_staleness": 1, "spawn": 1, key: value})
+
+
+def test_ddrl_has_no_workers():
+    plain = recipe_file.load(TINY / "sd3_ddrl.yaml").model_dump(mode="json")
+    plain["rollout"]["mode"] = "async"
+    with pytest.raises(ValueError, match="not for algorithm ddrl"):
+        Recipe.model_validate(plain)
+
+
+def test_replicas_have_no_workers():
+    with pytest.raises(ValueError, match=r"needs engine\.sequence_parallel: 1"):
+        changed(engine={"sequence_parallel": 2})
+
+
+def test_a_tcp_address_takes_the_next_port_too(tmp_path):
+    assert endpoints("tcp://127.0.0.1:6200", None) == ("tcp://127.0.0.1:6200", "tcp://127.0.0.1:6201")
+    assert endpoints("ipc", tmp_path) == (f"ipc://{tmp_path}/clients", f"ipc://{tmp_path}/workers")
+    for wrong in ("tcp://127.0.0.1", "tcp://127.0.0.1:65535", "loopback"):
+        with pytest.raises(RecipeError, match="a port from 1 to 65534"):
+            endpoints(wrong, None)
+
+
+def test_devices_are_named_where_a_guess_could_take_a_ranks(monkeypatch):
+    assert spawn_devices(["cuda:1"], 2) == ["cuda:1"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert spawn_devices(None, 1) == ["cpu"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert spawn_devices(None, 0) == ["cpu"]
+    with pytest.raises(RecipeError, match=r"name the GPUs of the workers in rollout\.devices"):
+        spawn_devices(None, 1)
+
+
+def test_a_worker_is_no_rank():
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "WFM_LAUNCH_PID", "TORCHELASTIC_RUN_ID"):
+        assert OF_RANKS.fullmatch(name)
+    for name in ("PATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "REMOTE_REWARD_TOKEN", "HF_HUB_OFFLINE"):
+        assert not OF_RANKS.fullmatch(name)
+
+
+def test_a_worker_with_another_recipe_or_pipeline_is_refused_by_name(tiny_pipelines):
+    from wfm_ds.models import registry
+
+    path = tiny_pipelines("sd3")
+    model = registry.load(str(path), dtype=torch.float32, device=torch.device("cpu"))
+    here = identity(changed(), model)
+    require_same(here, identity(changed(model={"path": "elsewhere"}, rollout={"spawn": 5}), model))
+    for section, keys in (("sampling", {"steps": 5}), ("lora", {"rank": 2}), ("algorithm", {"beta": 0.5})):
+        with pytest.raises(RecipeError, match=f"this worker's {section} differ"):
+            require_same(here, identity(changed(**{section: keys}), model))
+    with pytest.raises(RecipeError, match=r"run\.seed"):
+        require_same(here, identity(changed(run={"seed": 9}), model))
+    with pytest.raises(RecipeError, match="pipeline"):
+        require_same(here, here | {"pipeline": "another"})
+
+
+def test_workers_that_cannot_be_reached_are_refused_before_the_run():
+    check_workers(changed())
+    check_workers(changed(rollout={"bind": "tcp://127.0.0.1:6200"}))
+    with pytest.raises(UserError, match=r"tcp://10\.0\.0\.1:6200"):
+        check_workers(changed(rollout={"bind": "tcp://10.0.0.1:6200"}))
+    with pytest.raises(RecipeError, match="a port from 1 to 65534"):
+        check_workers(changed(rollout={"bind": "tcp"}))

@@ -1,0 +1,134 @@
+"""Publications on a worker's model: by shared path or through a hub, whole or not at all."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from wfm_ds.checkpoint.export import export
+from wfm_ds.checkpoint.target import ExportTarget
+from wfm_ds.models import registry
+from wfm_ds.pipes.client import PipeClient
+from wfm_ds.pipes.hub import Hub, Kind
+from wfm_ds.pipes.sockets import private_folder
+from wfm_ds.pipes.worker import TaskFailed
+from wfm_ds.rollout.publisher import Manifest, described
+from wfm_ds.rollout.weights import PolicyWeights
+
+RANK = 2
+
+
+def loaded(path, dtype=torch.float32):
+    return registry.load(str(path), dtype=dtype, device=torch.device("cpu"))
+
+
+class Trained:
+    """A denoiser's weights, drawn anew, as the engine would hand them over (checkpoint.export.TensorSource)."""
+
+    def __init__(self, path, seed, *, lora):
+        import peft
+
+        self.lora, self.model, draw = lora, loaded(path), torch.Generator().manual_seed(seed)
+        denoiser = self.model.denoiser
+        self.config = peft.LoraConfig(r=RANK, lora_alpha=4, target_modules=list(self.model.default_lora_targets))
+        if lora:
+            denoiser.add_adapter(self.config)
+        with torch.no_grad():
+            for name, parameter in denoiser.named_parameters():
+                if not lora or ".lora_" in name:
+                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=draw))
+
+    def named_full_tensors(self, policy):
+        for name, tensor in self.model.denoiser.state_dict().items():
+            if not self.lora or ".lora_" in name:
+                yield name.replace(".default.", "."), tensor
+
+    def lora_config(self):
+        return self.config if self.lora else None
+
+    def publish(self, folder, number, life="life"):
+        target = ExportTarget.of(self.model)
+        export(target, self, folder, policy="old", dtype=self.model.dtype, is_main=True, trained_only=True)
+        return Manifest(life, number, str(folder), described(folder))
+
+
+def output(model):
+    draw = torch.Generator().manual_seed(0)
+    conditioning = model.encode_text(["a red square"])
+    latents = torch.randn((1, *model.latent_shape(32, 32, 1)), generator=draw)
+    with torch.no_grad():
+        return model.denoise(latents, torch.tensor([0.7]), conditioning, None)
+
+
+@pytest.fixture
+def offered():
+    """offered(manifest): a client of a hub that offers its files."""
+    folder = private_folder()
+    with contextlib.ExitStack() as stack:
+        stack.callback(folder.rmdir)
+        hub = Hub(clients=f"ipc://{folder}/c", workers=f"ipc://{folder}/w", kinds={"denoise": Kind(9.0, {})})
+        hub.start()
+        stack.callback(lambda: hub.stop(0.0))
+        client = PipeClient(hub.client_endpoint, run="workers", client="w")
+        stack.callback(client.close)
+        client.attach(60)
+
+        def offer(*manifests):
+            files = {m.offered(f): Path(m.folder) / f.name for m in manifests for f in m.files}
+            hub.announce({}, files)
+            return client
+
+        yield offer
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_every_publication_is_the_policy_itself(lora, offered, tiny_pipelines, tmp_path):
+    path = tiny_pipelines("sd3")
+    policies = [Trained(path, seed, lora=lora) for seed in (1, 2)]
+    manifests = [p.publish(tmp_path / f"v{n}", n) for n, p in enumerate(policies)]
+    model = loaded(path)
+    weights = PolicyWeights(model, offered(*manifests), lora=lora)
+    assert weights.use(manifests[0]) == 0
+    assert torch.equal(output(model), output(policies[0].model))
+    elsewhere = Manifest("life", 1, "/nowhere", manifests[1].files)  # no shared file system
+    assert weights.use(Manifest.of_json(elsewhere.to_json())) == 1
+    assert torch.equal(output(model), output(policies[1].model))
+    assert weights.use(manifests[0]) == 1, "never back to older ones"
+    again = Manifest("next life", 0, manifests[0].folder, manifests[0].files)
+    assert weights.use(again) == 0, "but another life counts anew"
+    assert torch.equal(output(model), output(policies[0].model))
+
+
+def test_a_publication_is_whole_or_refused(offered, tiny_pipelines, tmp_path):
+    path = tiny_pipelines("sd3")
+    first, second = (Trained(path, s, lora=True).publish(tmp_path / f"v{s}", s) for s in (1, 2))
+    client = offered(first, second)
+    model = loaded(path)
+    weights = PolicyWeights(model, client, lora=True)
+    weights.use(first)
+    before = output(model)
+    file = next(Path(second.folder).rglob("*.safetensors"))
+    content = file.read_bytes()
+    for broken in (content[:-5], content[:-5] + b"other"):
+        file.write_bytes(broken)
+        with pytest.raises(TaskFailed, match=r"cannot be fetched|announced digests") as refused:
+            weights.use(second)
+        assert not refused.value.fatal
+    file.unlink()
+    with pytest.raises(TaskFailed, match="cannot be fetched"):
+        weights.use(second)
+    assert torch.equal(output(model), before)
+    assert weights.loaded == first
+    file.write_bytes(content)
+    assert weights.use(second) == 2
+
+
+def test_names_that_lead_elsewhere_are_refused(offered, tiny_pipelines, tmp_path):
+    manifest = Trained(tiny_pipelines("sd3"), 1, lora=True).publish(tmp_path / "v1", 1)
+    weights = PolicyWeights(loaded(tiny_pipelines("sd3")), offered(manifest), lora=True)
+    for name in ("../../etc/passwd", "/etc/passwd", "lora/../../x", "plain"):
+        strange = manifest.to_json()
+        strange["files"][0][0] = name
+        with pytest.raises(TaskFailed, match="strange"):
+            weights.use(Manifest.of_json(strange))

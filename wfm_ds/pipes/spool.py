@@ -1,0 +1,75 @@
+"""What a hub holds for others to read: the tensors of results until they are released, and files that were announced.
+
+Pure bookkeeping around buffers and paths; the hub's thread alone uses it. Frames stay as they were received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wfm_ds.pipes import wire
+from wfm_ds.pipes.wire import FRAME_BYTES, Buffer, TensorSpec
+
+
+class NotHeld(LookupError):
+    """There is nothing under that name; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    owner: str
+    specs: tuple[TensorSpec, ...]
+    frames: tuple[Any, ...]  # zmq.Frame
+
+
+class Spool:
+    """Results by task id. `held_bytes` is bounded by what their submitter admits: it releases what it has used."""
+
+    def __init__(self) -> None:
+        self.held_bytes = 0
+        self._results: dict[str, _Result] = {}
+        self._files: dict[str, Path] = {}
+
+    def put(self, task_id: str, owner: str, specs: tuple[TensorSpec, ...], frames: Iterable[Any]) -> None:
+        self.drop([task_id])
+        self._results[task_id] = _Result(owner, specs, tuple(frames))
+        self.held_bytes += sum(spec.nbytes for spec in specs)
+
+    def result(self, task_id: str, run: str) -> tuple[tuple[TensorSpec, ...], tuple[Any, ...]]:
+        """For a client of that run. Raises NotHeld."""
+        found = self._results.get(task_id)
+        if found is None or found.owner.split("/", 1)[0] != run:
+            raise NotHeld(f"the hub has no result {task_id}")
+        return found.specs, found.frames
+
+    def drop(self, ids: Iterable[str]) -> None:
+        for task_id in ids:
+            found = self._results.pop(task_id, None)
+            if found is not None:
+                self.held_bytes -= sum(spec.nbytes for spec in found.specs)
+
+    def drop_of(self, owner: str) -> None:
+        self.drop([task_id for task_id, result in self._results.items() if result.owner == owner])
+
+    def announce(self, files: Mapping[str, Path]) -> None:
+        """These and no others may be read, under these names."""
+        self._files = dict(files)
+
+    def piece(self, name: str, offset: int) -> tuple[list[TensorSpec], list[Buffer]]:
+        """At most a frame of a file from `offset` on, as one uint8 tensor; empty at its end. Raises NotHeld."""
+        path = self._files.get(name)
+        if path is None:
+            raise NotHeld(f"the hub offers no file {name}")
+        try:
+            with path.open("rb") as file:
+                file.seek(offset)
+                piece = np.frombuffer(file.read(FRAME_BYTES), dtype=np.uint8)
+        except OSError as error:
+            raise NotHeld(f"{name} cannot be read: {error.strerror}") from error
+        specs, frames = wire.pack_tensors([("bytes", piece)])
+        return specs, frames[0]

@@ -1,0 +1,64 @@
+"""A rollout worker's work on one chunk: the weights, the denoise loop, the media. One at a time on the device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from wfm_ds.algorithms import RlAlgorithm
+from wfm_ds.pipes.worker import Progress
+from wfm_ds.rollout.packing import ChunkWork
+from wfm_ds.rollout.publisher import Manifest
+from wfm_ds.rollout.weights import PolicyWeights
+from wfm_ds.sampler import Sampler
+from wfm_ds.sampling.denoise import Trajectory
+
+if TYPE_CHECKING:
+    from wfm_ds.types import Conditioning
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    publication: int  # of the weights behind every step of every sample
+    trajectory: Trajectory
+    media: npt.NDArray[np.uint8]  # [n,H,W,3] or [n,T,H,W,3]
+    finite: Sequence[bool]
+
+
+class Generator:
+    """Shared by a worker's lanes; `make` may be called from any of them."""
+
+    def __init__(self, sampler: Sampler, algorithm: RlAlgorithm, weights: PolicyWeights) -> None:
+        self.sampler, self.algorithm, self.weights = sampler, algorithm, weights
+        self._lock = threading.Lock()
+
+    @torch.no_grad()
+    def make(self, work: ChunkWork, manifest: Manifest, progress: Progress) -> Generated:
+        """All members as one batch under one publication. `progress` counts forwards."""
+        with self._lock:
+            publication = self.weights.use(manifest)
+            model, done = self.sampler.model, 0
+
+            def velocity(latents: Tensor, sigma: Tensor, conditioning: Conditioning, stage: int | None) -> Tensor:
+                nonlocal done
+                done += 1
+                progress(done, done)
+                return model.denoise(latents, sigma, conditioning, stage)
+
+            members = work.members
+            trajectory = self.sampler.generate(
+                [m.prompt for m in members],
+                [m.noise_seed for m in members],
+                self.algorithm.plan(work.step),
+                seeds=[m.seed for m in members],
+                velocity=velocity,
+            )
+            media, finite = self.sampler.media(trajectory.clean)
+        return Generated(publication=publication, trajectory=trajectory, media=media, finite=finite)

@@ -1,0 +1,48 @@
+"""Whether a rollout worker and its trainer mean the same samples: digests of all that decides what a sample is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from wfm_ds.errors import RecipeError
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.fingerprint import fingerprint
+from wfm_ds.recipe import Recipe
+
+ELSEWHERE = {"model": {"path"}}  # keys that may differ from machine to machine
+
+
+def identity(recipe: Recipe, model: DiffusionModel) -> dict[str, str]:
+    """Short digests by section of the recipe, and of the pipeline's own files under `pipeline`."""
+    sections: dict[str, Any] = {
+        "model": recipe.model,
+        "lora": recipe.lora,
+        "sampling": recipe.sampling,
+        "algorithm": recipe.algorithm,
+    }
+    parts = [name for name in model.pipeline.components if (model.path / name).is_dir()]
+    plain = {
+        name: None if section is None else section.model_dump(mode="json", exclude=ELSEWHERE.get(name))
+        for name, section in sections.items()
+    }
+    plain["run.seed"] = recipe.run.seed
+    assert recipe.reward is not None
+    plain["reward.functions"] = [f.name for f in recipe.reward.functions]
+    return {name: _digest(value) for name, value in plain.items()} | {"pipeline": fingerprint(model.path, parts)[:16]}
+
+
+def require_same(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> None:
+    """Raises RecipeError that names what differs."""
+    different = sorted(name for name in ours.keys() | theirs.keys() if theirs.get(name) != ours.get(name))
+    if different:
+        raise RecipeError(
+            f"this worker's {', '.join(different)} differ from the trainer's: start it with the recipe.yaml of the "
+            "run's output folder and the same pipeline"
+        )
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

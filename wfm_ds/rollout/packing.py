@@ -1,0 +1,105 @@
+"""A chunk of samples between processes: named float32 arrays and a small map, and Rollouts again on the other side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from wfm_ds.replica_data import pack_prompt, unpack_prompt
+from wfm_ds.rollout.groups import Group
+from wfm_ds.rollout.members import Member, finite
+from wfm_ds.sampling.denoise import FlowPlan, StoredStep, Trajectory
+from wfm_ds.types import Rollout, Transition
+
+Arrays = Sequence[tuple[str, npt.NDArray[np.float32]]]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkWork:
+    """What a worker is asked for: these members of one group, denoised as RL step `step` says."""
+
+    step: int
+    members: Sequence[Member]
+
+    def to_json(self) -> dict[str, Any]:
+        first = self.members[0]
+        return {
+            "step": self.step,
+            "group": first.group_id,
+            "prompt": pack_prompt(first.prompt),
+            "members": [[m.sample_id, m.seed, m.noise_seed] for m in self.members],
+        }
+
+    @classmethod
+    def of_json(cls, row: Mapping[str, Any]) -> ChunkWork:
+        """What `to_json` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        group = Group(prompt=unpack_prompt(row["prompt"]))
+        members = [
+            Member(sample_id=sample_id, group_id=row["group"], group=group, seed=seed, noise_seed=noise_seed)
+            for sample_id, seed, noise_seed in row["members"]
+        ]
+        return cls(int(row["step"]), members)
+
+
+def pack_trajectory(trajectory: Trajectory) -> tuple[dict[str, Any], Arrays]:
+    """(layout, arrays): `clean` [n, ...]; where steps are stored also `points` [n, p, ...], the latents before and
+    after them, each once although one step's end is often the next one's beginning, `log_prob` [n, w] and, if the plan
+    keeps them, `mean` [n, w, ...]. The layout says which points belong to which step. What is not finite becomes 0."""
+    arrays: list[tuple[str, Tensor]] = [("clean", trajectory.clean)]
+    points: list[Tensor] = []
+    layout: list[list[int]] = []
+    for stored in trajectory.stored:
+        if not points or points[-1] is not stored.latents:
+            points.append(stored.latents)
+        points.append(stored.next_latents)
+        layout.append([stored.index, len(points) - 2, len(points) - 1])
+    if trajectory.stored:
+        arrays += [("points", torch.stack(points, 1)), ("log_prob", _stacked([s.log_prob for s in trajectory.stored]))]
+        means = [s.mean for s in trajectory.stored if s.mean is not None]
+        arrays += [("mean", _stacked(means))] if means else []
+    return {"steps": layout}, [(name, finite(tensor).float().cpu().numpy()) for name, tensor in arrays]
+
+
+def unpack_trajectory(
+    layout: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]], device: torch.device
+) -> Trajectory:
+    """On the device. Raises KeyError, IndexError or ValueError for what `pack_trajectory` cannot have given."""
+    tensors = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+    stored = [
+        StoredStep(
+            index,
+            tensors["points"][:, before],
+            tensors["points"][:, after],
+            tensors["log_prob"][:, w],
+            tensors["mean"][:, w] if "mean" in tensors else None,
+        )
+        for w, (index, before, after) in enumerate(layout["steps"])
+    ]
+    return Trajectory(tensors["clean"], stored)
+
+
+def nothing(member: Member, plan: FlowPlan, shape: Sequence[int], device: torch.device) -> Rollout:
+    """In place of a sample that could not be made: zeros that keep ranks equal. It has no reward, so weight 0."""
+    zeros, zero = torch.zeros(tuple(shape), device=device), torch.zeros((), device=device)
+    mean = zeros if plan.keep_means else None
+    return Rollout(
+        sample_id=member.sample_id,
+        group_id=member.group_id,
+        prompt=member.prompt,
+        seed=member.seed,
+        noise_seed=member.noise_seed,
+        clean_latents=zeros,
+        transitions=[
+            Transition(index=k, latents=zeros, next_latents=zeros, log_prob=zero, mean=mean) for k in plan.stored
+        ],
+    )
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(tensors), 1)

@@ -1,0 +1,218 @@
+"""The trainer's end of async rollouts, on rank 0: the hub that workers lease from, and the workers it starts itself."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from wfm_ds import atomic
+from wfm_ds.errors import RecipeError
+from wfm_ds.pipes.hub import Hub, Kind
+from wfm_ds.pipes.sockets import private_folder
+from wfm_ds.recipe import Recipe
+from wfm_ds.rollout.worker import KIND
+from wfm_ds.traces import ROLLOUT
+from wfm_ds.world import free_port
+
+log = logging.getLogger(__name__)
+
+PIPES = "pipes.json"
+STOP_S = 20.0  # for a worker to leave
+DRAIN_S = 2.0
+MAX_DEATHS = 5
+DEATHS_WINDOW_S = 600.0
+# What a launcher tells its ranks; a worker is none.
+OF_RANKS = re.compile(r"RANK|(LOCAL|GROUP|ROLE|CROSS)_.*|WORLD_SIZE|MASTER_.*|TORCHELASTIC_.*|WFM_(LAUNCH|STATUS)_.*")
+
+
+class RolloutService:
+    """The hub in a thread of this process, `rollout/pipes.json` for those that join, and `rollout.spawn` children."""
+
+    def __init__(self, recipe: Recipe, identity: Mapping[str, str], rewards: str, num_ranks: int) -> None:
+        """`identity`: of this trainer's samples. `rewards`: address of the reward service. `num_ranks`: with which the
+        workers share this machine.
+
+        Raises PipeError if rollout.bind cannot be bound, RecipeError for a device that has to be named.
+        """
+        assert recipe.rollout is not None
+        assert recipe.reward is not None
+        self.recipe, self.settings, self.rewards = recipe, recipe.rollout, rewards
+        self.devices = spawn_devices(self.settings.devices, self.settings.spawn)
+        self.threads = max(1, (os.cpu_count() or 1) // (num_ranks + max(1, self.settings.spawn)))
+        self.folder = recipe.run.output_dir / ROLLOUT
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.endpoint = str((self.folder / PIPES).absolute())
+        self._sockets = private_folder() if self.settings.bind == "ipc" else None
+        clients, workers = endpoints(self.settings.bind, self._sockets)
+        info: dict[str, Any] = {"identity": dict(identity), "rewards": rewards, "workers": workers}
+        try:
+            self.hub = Hub(
+                clients=clients,
+                workers=workers,
+                # No progress while a chunk waits for its turn on the device, or for its scores.
+                kinds={KIND: Kind(self.settings.timeout_s + recipe.reward.timeout_s, info)},
+                silent_worker_s=self.settings.lost_after_s,
+            )
+        except BaseException:
+            self._remove_sockets()
+            raise
+        self.hub.start()
+        content = {"clients": self.hub.client_endpoint, "workers": workers, "pid": os.getpid()}
+        with atomic.new_file(Path(self.endpoint)) as part:
+            part.chmod(0o600)
+            part.write_text(json.dumps(content))
+        self.children = [
+            Child(self, f"spawned-{i}", self.devices[i % len(self.devices)]) for i in range(self.settings.spawn)
+        ]
+
+    def command(self, name: str, device: str) -> list[str]:
+        recipe, endpoint = str(self.recipe.run.output_dir / "recipe.yaml"), self.endpoint
+        options = {"--connect": endpoint, "--rewards": self.rewards, "--device": device, "--name": name}
+        words = [word for pair in options.items() for word in pair]
+        return [sys.executable, "-m", "wfm_ds.rollout", recipe, *words, "--stop-on-eof"]
+
+    def environment(self) -> dict[str, str]:
+        """This process's, without what makes it a rank."""
+        kept = {name: value for name, value in os.environ.items() if not OF_RANKS.fullmatch(name)}
+        return {"OMP_NUM_THREADS": str(self.threads), **kept}
+
+    def failures(self) -> list[str]:
+        """Why children are not started again."""
+        return [child.failure for child in self.children if child.failure]
+
+    def alone(self) -> str:
+        """Why nothing will ever be generated, "" if something may be."""
+        lost = self.failures()
+        nobody = self.children and len(lost) == len(self.children) and not self.hub.workers()
+        return "; ".join(dict.fromkeys(lost)) if nobody else ""
+
+    def stop(self) -> None:
+        """End the children and the hub. May be called again."""
+        for child in self.children:
+            child.ask_to_stop()
+        for child in self.children:
+            child.stop()
+        self.hub.stop(DRAIN_S)
+        Path(self.endpoint).unlink(missing_ok=True)
+        self._remove_sockets()
+        with contextlib.suppress(OSError):  # the logs of workers stay
+            self.folder.rmdir()
+
+    def _remove_sockets(self) -> None:
+        if self._sockets is not None:
+            shutil.rmtree(self._sockets, ignore_errors=True)
+
+
+class Child:
+    """A worker on this machine; started again when it dies. It ends when this process does: its stdin closes."""
+
+    def __init__(self, service: RolloutService, name: str, device: str) -> None:
+        self.service, self.name, self.device = service, name, device
+        self.failure = ""  # why it is not started again
+        self.log = service.folder / f"{name}.log"
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()  # nothing is started once stopping
+        self._life = 0
+        self._process = self._started()
+        self._watcher = threading.Thread(target=self._watch, name=name, daemon=True)
+        self._watcher.start()
+
+    @property
+    def pid(self) -> int:
+        """Of its process; another one after a restart."""
+        return self._process.pid
+
+    def ask_to_stop(self) -> None:
+        with self._lock:
+            self._stopping.set()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def stop(self) -> None:
+        self.ask_to_stop()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            log.warning("rollout worker %s did not stop within %.0f s and is killed", self.name, STOP_S)
+            self._process.kill()
+            self._process.wait()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        self._life += 1
+        name = f"{self.name}.{self._life}"
+        with self.log.open("ab") as log_file:
+            return subprocess.Popen(
+                self.service.command(name, self.device),
+                stdin=subprocess.PIPE,
+                stdout=log_file,
+                stderr=log_file,
+                env=self.service.environment(),
+                start_new_session=True,  # Ctrl-C is for the trainer
+            )
+
+    def _watch(self) -> None:
+        deaths: deque[float] = deque()
+        while True:
+            status = self._process.wait()
+            if self._stopping.is_set():
+                return
+            for lane in range(self.service.settings.in_flight):
+                self.service.hub.worker_lost(f"{self.name}.{self._life}/{lane}", "its worker died")
+            deaths.append(time.monotonic())
+            while deaths[-1] - deaths[0] > DEATHS_WINDOW_S:
+                deaths.popleft()
+            if status == 0:
+                return  # dismissed
+            if status == 2 or len(deaths) >= MAX_DEATHS:
+                self.failure = f"rollout worker {self.name} {self._last_error(status)} (log: {self.log})"
+                log.error("%s", self.failure)
+                return
+            log.warning("rollout worker %s died (exit status %d) and is started again", self.name, status)
+            self._stopping.wait(2.0 ** (len(deaths) - 1))
+            with self._lock:
+                if self._stopping.is_set():
+                    return
+                self._process = self._started()
+
+    def _last_error(self, status: int) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()
+        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        return f"cannot work: {errors[-1]}" if status == 2 and errors else f"keeps dying, last with status {status}"
+
+
+def spawn_devices(named: list[str] | None, spawn: int) -> list[str]:
+    """Of the children in turn. Raises RecipeError where a guess could take memory from the ranks."""
+    import torch
+
+    if named is not None or spawn == 0:
+        return named or ["cpu"]
+    if torch.cuda.is_available():
+        raise RecipeError(
+            "rollout.spawn: name the GPUs of the workers in rollout.devices, such as [cuda:6, cuda:7], and leave them "
+            "out of the training ranks; or set spawn: 0 and start workers elsewhere"
+        )
+    return ["cpu"]
+
+
+def endpoints(bind: str, folder: Path | None) -> tuple[str, str]:
+    """Where clients (those that join, and the ranks) and workers connect. Raises RecipeError for a port without a
+    next."""
+    if folder is not None:
+        return f"ipc://{folder}/clients", f"ipc://{folder}/workers"
+    host, _, port = bind.rpartition(":")
+    if not port.isdecimal() or not int(port) < 65535:
+        raise RecipeError(f"rollout.bind {bind}: write ipc, or tcp://HOST:PORT with a port from 1 to 65534, or 0")
+    second = int(port) + 1 if int(port) else free_port()
+    return bind, f"{host}:{second}"

@@ -1,0 +1,340 @@
+"""Rollouts by other processes: rank 0 coordinates and publishes, every rank fetches those of its replica."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from wfm_ds.algorithms import RlAlgorithm
+from wfm_ds.errors import RunError
+from wfm_ds.job import Job
+from wfm_ds.pipes.client import Outcome, PipeClient, TaskRequest
+from wfm_ds.pipes.hub import Hub
+from wfm_ds.pipes.messages import MAX_ROWS
+from wfm_ds.pipes.sockets import PipeError
+from wfm_ds.pipes.wire import Message, WireError
+from wfm_ds.rollout.coordinator import Chunk, Closed, Coordinator
+from wfm_ds.rollout.groups import GroupSource
+from wfm_ds.rollout.identity import identity
+from wfm_ds.rollout.members import Member, StepRollouts, rolled_out, step_members
+from wfm_ds.rollout.packing import ChunkWork, nothing, unpack_trajectory
+from wfm_ds.rollout.publisher import Publisher
+from wfm_ds.rollout.scores import unpack_scores
+from wfm_ds.rollout.service import RolloutService
+from wfm_ds.rollout.worker import KIND
+from wfm_ds.sampling.denoise import FlowPlan, Trajectory
+from wfm_ds.types import Rollout, Score
+
+log = logging.getLogger(__name__)
+
+MAX_CHUNK = 32  # samples: their scores fit the head of one message
+ATTACH_S = 60.0
+FETCH_S = 120.0
+ROUND_S = 2.0  # how long ranks wait before they agree whether to go on
+LOOK_S = 0.2  # between looks at the workers
+TASK_S = 7 * 86400.0  # the hub gives up a task after it; the run itself does long before
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A chunk of the step, as every rank hears of it."""
+
+    first: int  # of its members among those of the step
+    stop: int
+    task_id: str
+    staleness: int | None  # in publications; None: there are no samples
+    reason: str
+    layout: Mapping[str, Any]
+    scores: Sequence[Any]
+
+
+class AsyncSource:
+    """The samples of each step in the order of the prompt stream; see coordinator.py for what may be how old."""
+
+    def __init__(
+        self, job: Job, groups: GroupSource, algorithm: RlAlgorithm, endpoint: str, service: RolloutService | None
+    ) -> None:
+        """`service`: on rank 0. Raises PipeError if its hub does not answer."""
+        assert job.recipe.rollout is not None
+        self.job, self.groups, self.algorithm = job, groups, algorithm
+        self.settings, self.service = job.recipe.rollout, service
+        self.life = str(job.world.broadcast(uuid.uuid4().hex[:12]))
+        run = job.recipe.run.output_dir.name[:100].replace("/", "_")
+        self.client = PipeClient(endpoint, run=f"{run}-{self.life}", client=f"rank{job.world.rank}")
+        self.publisher = Publisher(job, algorithm.rollout_policy, self.life, service.hub if service else None)
+        self.lead = _Lead(job, self.life, groups, self.client, service) if service is not None else None
+        self._scores: dict[str, dict[str, Score]] = {}
+        self._stats: dict[str, float] = {}
+
+    def attach(self) -> None:
+        """Raises PipeError if the hub does not answer."""
+        self.client.attach(ATTACH_S)
+
+    def publish(self, step: int) -> None:
+        """Collective. After the last step nobody samples any more, and the workers may leave."""
+        if step >= self.job.recipe.run.steps:
+            if self.service is not None:
+                self.service.hub.dismiss_workers("the run is complete")
+                self.publisher.remove()
+            return
+        with self.job.timer("publish"):
+            self.publisher.publish(step)
+        if self.lead is not None:
+            self.lead.published(step)
+
+    def wait(self, step: int) -> None:
+        """Collective. Raises RunError on all ranks when nothing is finished for rollout.timeout_s."""
+        ready, error = False, ""
+        with self.job.timer("rollout_wait"):
+            while not ready:
+                if self.lead is not None:
+                    ready, error = self.lead.gather(step, ROUND_S)
+                ready, error = self.job.world.broadcast([ready, error])
+                if error:
+                    raise RunError(error)
+                if not ready and self.job.should_stop():
+                    return
+
+    def next(self, step: int) -> StepRollouts:
+        """Collective; `wait` has returned. Raises RunError on all ranks if a sample cannot be fetched or read."""
+        job = self.job
+        members = step_members(
+            self.groups.groups(step),
+            group_size=self.settings.group_size,
+            step=step,
+            run_seed=job.recipe.run.seed,
+            same_noise=job.recipe.sampling.same_noise,
+        )
+        planned = [_Planned(*line) for line in job.world.broadcast(self.lead.plan(step) if self.lead else None)]
+        count = job.derived.samples_per_rank
+        first = job.world.dp_rank * count
+        mine: list[Rollout] = []
+        error = ""
+        try:
+            mine = self._fetched(planned, members, first, first + count, step)
+        except (PipeError, WireError, KeyError, IndexError, TypeError, ValueError) as raised:
+            error = f"rank {job.world.rank} has not the samples of step {step}: {type(raised).__name__} {raised}"
+        errors = [e for e in job.world.gather(error) if e]
+        if errors:  # before the first collective of the step: no rank enters it alone
+            raise RunError("; ".join(errors))
+        if self.lead is not None:
+            self.client.release([chunk.task_id for chunk in planned])
+        self._scores = self._all_scores(planned, members)
+        self._stats = self._measured(planned)
+        return StepRollouts(members=members, mine=mine, first=first, broken={})
+
+    def scores(self, rollouts: StepRollouts) -> list[dict[str, Score]]:
+        return [self._scores[m.sample_id] for m in rollouts.members]
+
+    def stats(self) -> dict[str, float]:
+        return self.groups.stats() | self._stats
+
+    def close(self) -> None:
+        self.client.close()
+
+    def _fetched(
+        self, planned: Sequence[_Planned], members: Sequence[Member], first: int, stop: int, step: int
+    ) -> list[Rollout]:
+        """This rank's samples [first, stop)."""
+        here = [chunk for chunk in planned if chunk.first < stop and chunk.stop > first]
+        payloads = self.client.fetch([c.task_id for c in here if c.staleness is not None], FETCH_S)
+        plan, shape = self.algorithm.plan(step), self.job.latent_shape
+        assert isinstance(plan, FlowPlan)
+        mine: list[Rollout] = []
+        for chunk in here:
+            rows = range(max(chunk.first, first), min(chunk.stop, stop))
+            if chunk.staleness is None:
+                mine += [nothing(members[i], plan, shape, self.job.world.device) for i in rows]
+                continue
+            trajectory = self._trajectory(payloads[chunk.task_id], chunk, plan, shape)
+            mine += [rolled_out(members[i], trajectory, i - chunk.first, broken=False) for i in rows]
+        return mine
+
+    def _trajectory(self, payload: Message, chunk: _Planned, plan: FlowPlan, shape: tuple[int, ...]) -> Trajectory:
+        """Raises ValueError unless it is what the plan stores of so many samples."""
+        arrays = {spec.name: array for spec, array in zip(payload.specs, payload.tensors(), strict=True)}
+        found = unpack_trajectory(chunk.layout, arrays, self.job.world.device)
+        batch = (chunk.stop - chunk.first, *shape)
+        tensors = [found.clean, *(t for s in found.stored for t in (s.latents, s.next_latents))]
+        if any(tuple(t.shape) != batch for t in tensors) or tuple(s.index for s in found.stored) != plan.stored:
+            raise ValueError(f"{chunk.task_id} is not what its step stores")
+        return found
+
+    def _all_scores(self, planned: Sequence[_Planned], members: Sequence[Member]) -> dict[str, dict[str, Score]]:
+        assert self.job.recipe.reward is not None
+        names = [function.name for function in self.job.recipe.reward.functions]
+        scores: dict[str, dict[str, Score]] = {}
+        for chunk in planned:
+            scores |= unpack_scores(chunk.scores)
+            if chunk.staleness is None:
+                for m in members[chunk.first : chunk.stop]:
+                    failed = {n: Score(sample_id=m.sample_id, reward=n, failure=chunk.reason) for n in names}
+                    scores[m.sample_id] = failed
+        return scores
+
+    def _measured(self, planned: Sequence[_Planned]) -> dict[str, float]:
+        ages = [c.staleness for c in planned for _ in range(c.stop - c.first) if c.staleness is not None]
+        counts = [float(self.lead.coordinator.dropped_stale), float(len(self.lead.hub.workers()))] if self.lead else []
+        dropped, lanes = self.job.world.broadcast(counts)
+        return {
+            "rollout/staleness_mean": sum(ages) / max(1, len(ages)),
+            "rollout/staleness_max": float(max(ages, default=0)),
+            "rollout/dropped_stale": dropped,
+            "rollout/workers": lanes / self.settings.in_flight,
+        }
+
+
+class _Lead:
+    """Rank 0's part: admits groups, books what is finished, and says when a step is whole."""
+
+    def __init__(self, job: Job, life: str, groups: GroupSource, client: PipeClient, service: RolloutService) -> None:
+        self.job, self.groups, self.client, self.service = job, groups, client, service
+        self.hub: Hub = service.hub
+        self.life = life
+        self._coordinator: Coordinator | None = None
+        self._members: dict[int, list[Member]] = {}  # of admitted steps
+        self._results: dict[str, Mapping[str, Any]] = {}  # meta by task id
+        self._finished_at_s = time.monotonic()
+
+    @property
+    def coordinator(self) -> Coordinator:
+        assert self._coordinator is not None, "nothing is published"
+        return self._coordinator
+
+    def published(self, step: int) -> None:
+        """The hub knows the policy after `step`: admit what may be generated with it."""
+        recipe = self.job.recipe
+        assert recipe.rollout is not None
+        if self._coordinator is None:  # where the run begins, or goes on
+            self._coordinator = Coordinator(
+                life=self.life,
+                groups_per_step=recipe.rollout.prompts_per_step,
+                group_size=recipe.rollout.group_size,
+                chunk_size=min(recipe.engine.max_forward_batch, MAX_CHUNK),
+                max_staleness=recipe.rollout.max_staleness,
+                first_step=step + 1,
+                last_step=recipe.run.steps,
+            )
+        self.coordinator.publish(step)
+        self._finished_at_s = time.monotonic()
+        admitted = self.coordinator.admit()
+        for at in range(0, len(admitted), MAX_ROWS):
+            self._submit(admitted[at : at + MAX_ROWS])
+
+    def gather(self, step: int, patience_s: float) -> tuple[bool, str]:
+        """Book what finishes until the step is whole, at most so long. (whether it is, why the run cannot go on)"""
+        until_s = time.monotonic() + patience_s
+        while True:
+            for outcome in self.client.take(0.0 if self.coordinator.ready(step) else LOOK_S):
+                self._finished_at_s = time.monotonic()
+                self._book(outcome)
+            if self.coordinator.ready(step):
+                return True, ""
+            now_s = time.monotonic()
+            if why := self._hopeless(step, now_s):
+                return False, why
+            if now_s > until_s:
+                return False, ""
+
+    def plan(self, step: int) -> list[list[Any]]:
+        """Its chunks, as JSON of _Planned."""
+        del self._members[step]
+        return [self._line(closed) for closed in self.coordinator.plan(step)]
+
+    def _line(self, closed: Closed) -> list[Any]:
+        assert self.job.recipe.rollout is not None
+        chunk, base = closed.chunk, closed.chunk.group * self.job.recipe.rollout.group_size
+        meta = self._results.pop(closed.task_id, {"layout": {}, "scores": []})
+        age = None if closed.publication is None else chunk.step - 1 - closed.publication
+        span = [base + chunk.first, base + chunk.stop]
+        return [*span, closed.task_id, age, closed.reason, meta["layout"], meta["scores"]]
+
+    def _hopeless(self, step: int, now_s: float) -> str:
+        assert self.job.recipe.rollout is not None
+        limit_s, here = self.job.recipe.rollout.timeout_s, self.hub.workers()
+        if why := self.service.alone():
+            return why
+        if not self.hub.alive():
+            return f"the rollout hub has failed: {self.hub.error}"
+        if now_s - self._finished_at_s > limit_s:
+            waiting = f"step {step} waits for {self.coordinator.waiting(step)} chunks"
+            who = f"the workers are {', '.join(here)}" if here else "no worker is connected"
+            return f"no chunk was finished for rollout.timeout_s = {limit_s:g} s: {waiting}, {who}"
+        return ""
+
+    def _book(self, outcome: Outcome) -> None:
+        if not outcome.ok:
+            self.coordinator.give_up(outcome.id, outcome.reason)
+            return
+        meta, chunk = outcome.meta, self.coordinator.chunk_of(outcome.id)
+        try:
+            publication = int(meta["publication"])
+            if meta["life"] != self.life:
+                publication = -1
+            wanted = {m.sample_id for m in self._chunk_members(chunk)}
+            if unpack_scores(meta["scores"]).keys() != wanted or not isinstance(meta["layout"], dict):
+                raise ValueError("it is about other samples")
+        except (KeyError, TypeError, ValueError) as error:
+            self.client.release([outcome.id])
+            self.coordinator.give_up(outcome.id, f"its worker's answer cannot be read: {error}")
+            return
+        again = self.coordinator.result(outcome.id, publication)
+        if again is None:
+            self._results[outcome.id] = meta
+            return
+        log.info("%s came of publication %d, which is too old: it is made again", outcome.id, publication)
+        self.client.release([outcome.id])
+        self._submit([(chunk, again)])
+
+    def _submit(self, tasks: Sequence[tuple[Chunk, str]]) -> None:
+        rows = [ChunkWork(chunk.step, self._chunk_members(chunk)).to_json() for chunk, _ in tasks]
+        until_s = time.monotonic() + TASK_S
+        requests = [TaskRequest(task_id, KIND, i, i + 1, until_s) for i, (_, task_id) in enumerate(tasks)]
+        try:
+            self.client.submit(rows, [], requests)
+        except WireError:
+            if len(tasks) == 1:
+                raise
+            half = len(tasks) // 2  # long prompts: the header has a limit
+            self._submit(tasks[:half])
+            self._submit(tasks[half:])
+
+    def _chunk_members(self, chunk: Chunk) -> list[Member]:
+        recipe = self.job.recipe
+        assert recipe.rollout is not None
+        if chunk.step not in self._members:
+            self._members[chunk.step] = step_members(
+                self.groups.groups(chunk.step),
+                group_size=recipe.rollout.group_size,
+                step=chunk.step,
+                run_seed=recipe.run.seed,
+                same_noise=recipe.sampling.same_noise,
+            )
+        base = chunk.group * recipe.rollout.group_size
+        return self._members[chunk.step][base + chunk.first : base + chunk.stop]
+
+
+def async_source(
+    job: Job, groups: GroupSource, algorithm: RlAlgorithm, rewards: str, resources: ExitStack
+) -> AsyncSource:
+    """Collective: start the hub and the workers of the recipe on rank 0, attach all ranks. `resources` ends them.
+
+    Raises UserError on all ranks where that cannot be."""
+    world = job.world
+
+    def start() -> RolloutService:
+        return RolloutService(job.recipe, identity(job.recipe, job.model), rewards, world.size)
+
+    service: RolloutService | None = world.checked(start, on="main")
+    if service is not None:
+        resources.callback(service.stop)
+    endpoint = world.broadcast(service.endpoint if service is not None else None)
+    source = AsyncSource(job, groups, algorithm, endpoint, service)
+    resources.callback(source.close)
+    world.checked(source.attach)
+    return source

@@ -1,0 +1,213 @@
+"""`python -m wfm_ds.rollout RECIPE --connect ADDRESS`: a process that generates samples for an async run.
+
+It needs no DeepSpeed engine and no rank: it leases chunks from the trainer, generates them with the published policy,
+has them scored, and returns samples with their scores. SIGTERM or SIGINT: it leaves, and others do what it held. Exit
+codes: 0 when told to stop or when the run is over, 2 for an error of the user's, 1 for anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from wfm_ds.errors import RecipeError, UserError
+from wfm_ds.pipes.client import PipeClient
+from wfm_ds.pipes.worker import Answer, LeaseWorker, Progress, TaskFailed, TaskInHand
+
+if TYPE_CHECKING:
+    from wfm_ds.recipe import Recipe
+    from wfm_ds.rollout.generator import Generator
+    from wfm_ds.rollout.rewards import RewardClient
+
+log = logging.getLogger("wfm_ds.rollout")
+
+KIND = "denoise"
+ATTACH_S = 60.0
+LOOK_S = 1.0  # between looks at the hub and at the lanes
+MAX_FAILURE_CHARS = 150  # of a reward: all failures of a chunk fit a message
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="wfm_ds.rollout",
+        description="Generate samples for an async run, on a device of its own.",
+        epilog="Example: python -m wfm_ds.rollout outputs/run/recipe.yaml --connect outputs/run/rollout/pipes.json "
+        "--device cuda:1",
+    )
+    p.add_argument(
+        "recipe", type=Path, help="recipe.yaml of the run's output folder, or the recipe it was started with"
+    )
+    p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the recipe's")
+    p.add_argument("--connect", required=True, metavar="ADDRESS", help="rollout/pipes.json of the run, or its tcp://")
+    p.add_argument("--rewards", metavar="ADDRESS", help="the reward service, if this machine reaches it elsewhere")
+    p.add_argument("--device", help="default: cuda if there is one, else cpu")
+    p.add_argument(
+        "--name", default=f"{socket.gethostname()}-{os.getpid()}", help="for the log (default: host and pid)"
+    )
+    p.add_argument("--orphan-s", type=float, default=300.0, metavar="S", help="leave when the trainer is gone so long")
+    p.add_argument("--stop-on-eof", action="store_true", help="stop when stdin is closed: the parent is gone")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from wfm_ds import recipe_file
+    from wfm_ds.train import quieten_libraries
+
+    args = parser().parse_intermixed_args(argv)
+    stop = threading.Event()
+
+    def ask_to_stop(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, ask_to_stop)
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {args.name} %(levelname)s %(message)s")
+    quieten_libraries()
+    try:
+        recipe = recipe_file.load(args.recipe, args.overrides)
+        if not recipe.is_async:
+            raise RecipeError(f"{args.recipe}: rollout.mode is not async: this run's ranks generate their own samples")
+        return work(recipe, args, stop)
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+
+
+def work(recipe: Recipe, args: argparse.Namespace, stop: threading.Event) -> int:
+    """Serve until told to stop. Raises UserError if the trainer, its recipe or its rewards are not what they should."""
+    client = PipeClient(args.connect, run="workers", client=args.name)
+    try:
+        client.attach(ATTACH_S)
+        info = client.kinds.get(KIND)
+        if info is None:
+            raise RecipeError(f"{args.connect} is no trainer of an async run: give rollout/pipes.json of its output")
+        generator = build_generator(recipe, args.device, client, info["identity"])
+        return Lanes(recipe, generator, client, info, args).run(stop)
+    finally:
+        client.close()
+
+
+def build_generator(
+    recipe: Recipe, device: str | None, client: PipeClient, identity_there: Mapping[str, Any]
+) -> Generator:
+    import torch
+
+    from wfm_ds.algorithms import build_rl
+    from wfm_ds.generate import chosen_device
+    from wfm_ds.models.text_cache import TextCache
+    from wfm_ds.preflight import load_model
+    from wfm_ds.rollout.generator import Generator
+    from wfm_ds.rollout.identity import identity, require_same
+    from wfm_ds.rollout.weights import PolicyWeights
+    from wfm_ds.sampler import Sampler
+    from wfm_ds.tensor_store import TensorStore
+    from wfm_ds.world import threads_per_rank
+
+    torch.set_num_threads(threads_per_rank())
+    model = load_model(recipe, chosen_device(device), placed=True)
+    require_same(identity_there, identity(recipe, model))
+    store = recipe.data.cache_dir / "text" if recipe.data.cache_dir else None
+    sampler = Sampler(
+        model=model, texts=TextCache(model, store=TensorStore(store) if store else None), settings=recipe.sampling
+    )
+    algorithm = build_rl(recipe, model.sigmas(recipe.sampling.steps, sampler.latent_shape))
+    weights = PolicyWeights(model, client, lora=recipe.lora is not None)
+    return Generator(sampler, algorithm, weights)
+
+
+class Lanes:
+    """A worker's chunks in hand: each lane is a thread that leases, generates in its turn, and waits for scores."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        generator: Generator,
+        client: PipeClient,
+        info: Mapping[str, Any],
+        args: argparse.Namespace,
+    ) -> None:
+        assert recipe.rollout is not None
+        self.recipe, self.generator, self.client, self.args = recipe, generator, client, args
+        self.rewards_at = args.rewards or info["rewards"]
+        self.rewards: list[RewardClient] = []
+        patience_s = recipe.rollout.timeout_s + 60.0
+        self.workers = [
+            LeaseWorker(
+                info["workers"],
+                worker=f"{args.name}/{i}",
+                name=f"{args.name}/{i}",
+                kinds=[KIND],
+                parent_fd=0 if args.stop_on_eof else None,
+                watchdog_s=patience_s,
+            )
+            for i in range(recipe.rollout.in_flight)
+        ]
+
+    def run(self, stop: threading.Event) -> int:
+        """Until asked to stop, dismissed, or left alone by the trainer."""
+        from wfm_ds.rollout.rewards import RewardClient
+
+        reward = self.recipe.reward
+        assert reward is not None
+        threads = []
+        try:
+            for i, worker in enumerate(self.workers):
+                name = f"{self.args.name}-{i}"
+                rewards = RewardClient(self.rewards_at, reward, run=self.recipe.run.output_dir.name, client=name)
+                self.rewards.append(rewards)
+                handle = functools.partial(self.chunk, rewards)
+                threads.append(threading.Thread(target=worker.run, args=[handle], name=name, daemon=True))
+            for thread in threads:
+                thread.start()
+            log.info("generates for %s", self.args.connect)
+            while all(thread.is_alive() for thread in threads) and not stop.wait(LOOK_S):
+                if self.client.silent_s() > self.args.orphan_s:
+                    log.warning("the trainer is gone for %.0f s: %s", self.client.silent_s(), self.client.trouble())
+                    break
+        finally:
+            for worker in self.workers:
+                worker.stop()
+            for thread in threads:
+                thread.join(LOOK_S)
+            for rewards in self.rewards:
+                rewards.close()
+        return 0
+
+    def chunk(self, rewards: RewardClient, task: TaskInHand, progress: Progress) -> Answer:
+        """Samples of one chunk with their scores."""
+        from wfm_ds.rollout.packing import ChunkWork, pack_trajectory
+        from wfm_ds.rollout.publisher import Manifest
+        from wfm_ds.rollout.scores import pack_scores, submit_media
+
+        try:
+            work, manifest = ChunkWork.of_json(task.rows[0]), Manifest.of_json(task.note)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise TaskFailed(f"the task cannot be read: {type(error).__name__} {error}", fatal=True) from error
+        made = self.generator.make(work, manifest, progress)
+        assert self.recipe.reward is not None
+        names = [function.name for function in self.recipe.reward.functions]
+        members, video = work.members, self.generator.sampler.model.video
+        broken = submit_media(
+            rewards,
+            names,
+            made.media,
+            made.finite,
+            [m.sample_id for m in members],
+            [m.prompt for m in members],
+            self.recipe.sampling.fps if video else None,
+        )
+        layout, arrays = pack_trajectory(made.trajectory)
+        scores = rewards.wait() | broken
+        packed = pack_scores({m.sample_id: scores[m.sample_id] for m in members}, MAX_FAILURE_CHARS)
+        meta = {"life": manifest.life, "publication": made.publication, "layout": layout, "scores": packed}
+        return Answer(meta, arrays)
