@@ -251,13 +251,15 @@ class Heartbeat:
         return self._verdict.text if known and self._verdict is not None else None
 
     def _run(self) -> None:
-        heard_at_s = time.monotonic()
+        heard_at_s = last_s = time.monotonic()
         while not self._stopping.is_set():
             self._line.send(beat=self._moves.count, doing=self._moves.doing)  # a broken line shows in receive
             readable = readable_of([self._line.sock, self._wake], BEAT_S)
             if self._stopping.is_set():
                 return
             now_s = time.monotonic()
+            heard_at_s += max(0.0, now_s - last_s - 2 * BEAT_S)  # this process slept: the job was suspended
+            last_s = now_s
             messages = self._line.receive() if self._line.sock in readable else []
             if messages:
                 heard_at_s = now_s
@@ -304,7 +306,8 @@ def start(world: Any, *, stuck_s: float, on_end: Callable[[str], None]) -> Heart
     if world.size == 1:
         return None
     host = os.environ["MASTER_ADDR"]
-    roll = Roll(RollCall(world.size, silent_s=SILENT_S, stuck_s=stuck_s), host) if world.is_main else None
+    roll_call = RollCall(world.size, silent_s=SILENT_S, stuck_s=stuck_s, awake_s=2 * BEAT_S)
+    roll = Roll(roll_call, host) if world.is_main else None
     port, token = world.broadcast([roll.port, roll.token] if roll is not None else None)
     beating: Heartbeat = world.checked(lambda: Heartbeat((host, port), token, world.rank, on_end=on_end, roll=roll))
     return beating
