@@ -19,13 +19,13 @@ def joined(awake_s):
     roll = RollCall(3, silent_s=SILENT_S, stuck_s=STUCK_S, awake_s=awake_s)
     for rank in range(3):
         roll.joined(rank, f"process {100 + rank} on node-{rank}", 0.0)
-        roll.beat(rank, 1, "a barrier", 0.0)
+        roll.beat(rank, 1, 0, "a barrier", 0.0)
     return roll
 
 
 def beats(roll, now_s, moves):
     for rank, count in moves.items():
-        roll.beat(rank, count, "a forward" if count > 1 else "a barrier", now_s)
+        roll.beat(rank, count, 0, "a forward" if count > 1 else "a barrier", now_s)
 
 
 def test_ranks_that_beat_and_move_are_well(roll):
@@ -72,6 +72,19 @@ def test_of_ranks_that_stand_still_the_one_that_began_least_is_stuck(roll):
     assert verdict.text == (
         "rank 1 (process 101 on node-1) is stuck: no progress for 601 s at a forward; the others are further and wait"
     )
+
+
+def test_long_work_without_a_move_is_not_stuck_and_its_amount_blames_nobody(roll):
+    beats(roll, 1.0, {0: 7, 1: 6, 2: 7})
+    roll.beat(1, 6, 900, "a scan", STUCK_S)
+    beats(roll, 2.0 + STUCK_S, {0: 7, 2: 7})
+    roll.beat(1, 6, 900, "a scan", 2.0 + STUCK_S)
+    assert roll.verdict(2.0 + STUCK_S) is None
+    beats(roll, 1.0 + 2 * STUCK_S, {0: 7, 2: 7})
+    roll.beat(1, 6, 900, "a scan", 1.0 + 2 * STUCK_S)
+    verdict = roll.verdict(1.0 + 2 * STUCK_S)
+    assert (verdict.ranks, verdict.stuck) == ((1,), True)
+    assert "no progress for 601 s at a scan" in verdict.text
 
 
 def test_an_exchange_that_nobody_leaves_blames_no_single_rank(roll):

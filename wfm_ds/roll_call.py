@@ -32,6 +32,7 @@ class Member:
     heard_at_s: float
     moved_at_s: float
     moves: int = -1
+    signs: int = -1
     doing: str = "start"
     state: Literal["runs", "done", "gone", "failed"] = "runs"
     words: str = ""
@@ -55,11 +56,12 @@ class RollCall:
     def joined(self, rank: int, where: str, now_s: float) -> None:
         self.members[rank] = Member(rank, where, heard_at_s=now_s, moved_at_s=now_s)
 
-    def beat(self, rank: int, moves: int, doing: str, now_s: float) -> None:
+    def beat(self, rank: int, moves: int, signs: int, doing: str, now_s: float) -> None:
+        """moves: what tells ranks apart. signs: what only shows that it works."""
         member = self.members[rank]
         member.heard_at_s = now_s
-        if moves != member.moves:
-            member.moves, member.doing, member.moved_at_s = moves, doing, now_s
+        if (moves, signs) != (member.moves, member.signs):
+            member.moves, member.signs, member.doing, member.moved_at_s = moves, signs, doing, now_s
 
     def done(self, rank: int) -> None:
         """It has finished its part and will say no more."""
