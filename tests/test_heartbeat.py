@@ -56,7 +56,7 @@ for line in sys.stdin:
         say(verdict=beating.failed("RuntimeError: gloo", is_victim=True))
         sys.exit(1)
 """
-PATIENT = {"silent_s": 600.0, "stuck_s": 600.0}
+PATIENT = {"silent_s": 600.0, "stuck_s": 600.0, "awake_s": 1.0}
 
 
 class Process:
@@ -124,6 +124,20 @@ def test_a_stopped_rank_is_named(three, stopped):
             assert rank.process.wait(WAIT_S) == 1
 
 
+def test_a_job_that_is_suspended_as_a_whole_goes_on(three):
+    ranks = three(silent_s=8.0)
+    for rank in reversed(ranks):
+        os.kill(rank.process.pid, signal.SIGSTOP)
+    threading.Event().wait(9.0)  # longer than silence may be: what is tested
+    for rank in reversed(ranks):
+        os.kill(rank.process.pid, signal.SIGCONT)
+    threading.Event().wait(2.0)
+    for rank in (1, 2, 0):
+        ranks[rank].tell("stop")
+        assert ranks[rank].process.wait(WAIT_S) == 0
+    assert [rank.process.stdout.read() for rank in ranks] == ["", "", ""]
+
+
 def test_a_rank_that_stands_still_while_others_wait_is_named_and_shows_where(three):
     ranks = three(stuck_s=6.0)
     for rank in (ranks[0], ranks[2]):
@@ -159,7 +173,7 @@ def test_ranks_that_have_finished_end_in_any_order(three):
 
 
 def test_strangers_and_nonsense_are_shut_out():
-    roll_call = RollCall(2, silent_s=600.0, stuck_s=600.0)
+    roll_call = RollCall(2, **PATIENT)
     roll = Roll(roll_call, HOST)
     hello = {"where": "here", "rank": 1}
     for lines in (

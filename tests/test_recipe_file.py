@@ -180,6 +180,13 @@ def test_settings_of_advantages_fit_the_group_and_the_reward(errors):
     assert "set advantage_std: group" in errors(with_algorithm("combine: gdpo"))[0]
 
 
+@pytest.mark.parametrize("key", ["timeout_s", "start_timeout_s"])
+def test_a_rank_may_not_count_as_stuck_while_it_waits_for_rewards_as_the_recipe_says(errors, load, key):
+    text = GOOD.replace("reward:\n", f"engine:\n  timeout_minutes: 5\nreward:\n  {key}: 300\n")
+    assert f"reward.{key} 300 is not below engine.timeout_minutes 5 (300 s)" in errors(text)[0]
+    assert getattr(load(text.replace("300", "299")).reward, key) == 299
+
+
 def test_a_key_named_like_its_algorithm_is_an_unknown_key(errors):
     [line] = errors(GOOD.replace("name: diffusion_nft", "name: sft\n  sft: 1"))
     assert line.startswith("recipes/mine.yaml:8: algorithm.sft is not a key of sft")

@@ -1,25 +1,31 @@
 """Who is blamed when a run cannot go on: a history of what ranks said, and one sentence."""
 
+import math
+
 import pytest
 
 from wfm_ds.roll_call import SETTLE_S, RollCall
 
-SILENT_S, STUCK_S = 45.0, 600.0
+SILENT_S, STUCK_S, AWAKE_S = 45.0, 600.0, 10.0
 
 
 @pytest.fixture
 def roll():
-    """Three ranks that joined at second 0 and have begun one thing."""
-    roll = RollCall(3, silent_s=SILENT_S, stuck_s=STUCK_S)
+    """Three ranks that joined at second 0 and have begun one thing. These histories skip time in which nothing comes."""
+    return joined(awake_s=math.inf)
+
+
+def joined(awake_s):
+    roll = RollCall(3, silent_s=SILENT_S, stuck_s=STUCK_S, awake_s=awake_s)
     for rank in range(3):
         roll.joined(rank, f"process {100 + rank} on node-{rank}", 0.0)
-        roll.beat(rank, 1, "a barrier", 0.0)
+        roll.beat(rank, 1, 0, "a barrier", 0.0)
     return roll
 
 
 def beats(roll, now_s, moves):
     for rank, count in moves.items():
-        roll.beat(rank, count, "a forward" if count > 1 else "a barrier", now_s)
+        roll.beat(rank, count, 0, "a forward" if count > 1 else "a barrier", now_s)
 
 
 def test_ranks_that_beat_and_move_are_well(roll):
@@ -68,6 +74,19 @@ def test_of_ranks_that_stand_still_the_one_that_began_least_is_stuck(roll):
     )
 
 
+def test_long_work_without_a_move_is_not_stuck_and_its_amount_blames_nobody(roll):
+    beats(roll, 1.0, {0: 7, 1: 6, 2: 7})
+    roll.beat(1, 6, 900, "a scan", STUCK_S)
+    beats(roll, 2.0 + STUCK_S, {0: 7, 2: 7})
+    roll.beat(1, 6, 900, "a scan", 2.0 + STUCK_S)
+    assert roll.verdict(2.0 + STUCK_S) is None
+    beats(roll, 1.0 + 2 * STUCK_S, {0: 7, 2: 7})
+    roll.beat(1, 6, 900, "a scan", 1.0 + 2 * STUCK_S)
+    verdict = roll.verdict(1.0 + 2 * STUCK_S)
+    assert (verdict.ranks, verdict.stuck) == ((1,), True)
+    assert "no progress for 601 s at a scan" in verdict.text
+
+
 def test_an_exchange_that_nobody_leaves_blames_no_single_rank(roll):
     beats(roll, 1.0, {0: 7, 1: 7, 2: 7})
     beats(roll, 2.0 + STUCK_S, {0: 7, 1: 7, 2: 7})
@@ -81,3 +100,29 @@ def test_a_rank_that_is_done_may_leave(roll):
     roll.gone(1, "its connection closed", 5.0)
     beats(roll, 5000.0, {0: 1, 2: 1})
     assert roll.verdict(5000.0) is None
+
+
+def test_a_job_that_was_suspended_goes_on_and_who_does_not_wake_is_missed():
+    roll = joined(AWAKE_S)
+    assert roll.verdict(1.0) is None
+    assert roll.verdict(9001.0) is None  # nobody has beaten yet: rank 0 looks first
+    beats(roll, 9002.0, {0: 1, 1: 1})
+    for now_s in range(9003, 9035):
+        beats(roll, now_s, {0: 1, 1: 1})
+        assert roll.verdict(now_s) is None
+    for now_s in range(9035, 9040):
+        beats(roll, now_s, {0: 1, 1: 1})
+        verdict = roll.verdict(now_s)
+    assert verdict.ranks == (2,)
+
+
+def test_a_suspension_is_no_time_without_progress():
+    roll = joined(AWAKE_S)
+    roll.verdict(0.0)
+    beats(roll, 9000.0, {0: 1, 1: 1, 2: 1})
+    assert roll.verdict(9000.0) is None
+    for now_s in range(9001, 9589):
+        beats(roll, now_s, {0: 1, 1: 1, 2: 1})
+        assert roll.verdict(now_s) is None
+    beats(roll, 9591.0, {0: 1, 1: 1, 2: 1})
+    assert roll.verdict(9591.0).stuck

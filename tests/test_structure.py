@@ -41,7 +41,7 @@ MAY_IMPORT = {
     ),
     "wfm_ds.models": ("wfm_ds.types", "wfm_ds.tensor_store"),
     "wfm_ds.ulysses": (),
-    "wfm_ds.data": ("wfm_ds.types", "wfm_ds.atomic", "wfm_ds.storage"),
+    "wfm_ds.data": ("wfm_ds.types", "wfm_ds.atomic", "wfm_ds.moves", "wfm_ds.storage"),
     "wfm_ds.engine": (
         "wfm_ds.policy",
         "wfm_ds.guard",

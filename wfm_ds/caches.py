@@ -29,6 +29,7 @@ from wfm_ds.errors import DataError
 from wfm_ds.models.base import DiffusionModel, NegativeText
 from wfm_ds.models.latent_cache import LatentCache
 from wfm_ds.models.text_cache import Text, TextCache
+from wfm_ds.moves import MOVES
 from wfm_ds.recipe import Recipe
 from wfm_ds.sampler import negatives
 from wfm_ds.tensor_store import TensorStore
@@ -91,8 +92,10 @@ def samples_of(data: TrainingData) -> list[Sample]:
 
 def drop_idle_encoders(model: DiffusionModel, texts: TextCache, needed: Iterable[Text]) -> bool:
     """Free the text encoders if the disk has all that is needed; whether it has."""
-    if not all(texts.stored(text) for text in needed):
-        return False
+    for text in needed:
+        MOVES.alive()  # a file each, and storages are slow
+        if not texts.stored(text):
+            return False
     model.drop_text_encoders()
     return True
 

@@ -20,6 +20,7 @@ from wfm_ds.data.prompts import load_prompt_file, load_prompts
 from wfm_ds.data.samples import REASONS, Sample, SampleSet
 from wfm_ds.data.webdataset import TarShards
 from wfm_ds.errors import DataError, RecipeError
+from wfm_ds.moves import MOVES
 from wfm_ds.recipe import Recipe
 from wfm_ds.recipe_data import DataRecipe
 from wfm_ds.types import Prompt
@@ -128,9 +129,13 @@ def dealt(samples: Sequence[Sample], buckets: Buckets, world: World, workers: in
     if len(buckets.sizes) == 1:
         return [0] * len(samples)
 
+    def bucket(sample: Sample) -> int:
+        MOVES.alive()
+        return buckets.index_of(sample.media)
+
     def measure() -> list[int]:
         with ThreadPoolExecutor(workers) as pool:
-            return list(pool.map(lambda sample: buckets.index_of(sample.media), samples[world.rank :: world.size]))
+            return list(pool.map(bucket, samples[world.rank :: world.size]))
 
     parts = world.gather(world.checked(measure))
     found = [parts[i % world.size][i // world.size] for i in range(len(samples))]
@@ -150,6 +155,7 @@ def readable(samples: Sequence[Sample], recipe: Recipe, buckets: Buckets, count:
     for sample in samples:
         if len(usable) == count:
             break
+        MOVES.alive()
         try:
             load_media(sample.media, buckets.framing_of(sample.media), centre)
         except BadMedia as error:

@@ -300,6 +300,7 @@ class DenoiserEngine:
         flats = self._flats(policy)
         for name, parameter in self.module.named_parameters():
             if parameter in self.shards.pieces:
+                MOVES.alive()
                 yield name.replace(".default.", "."), self.shards.gather(parameter, flats, self.world.device)
         if not self.lora:
             for name, buffer in persistent_buffers(self.module):

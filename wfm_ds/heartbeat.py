@@ -161,7 +161,8 @@ class Roll:
         now_s = time.monotonic()
         for message in messages:
             if "beat" in message:
-                self._roll_call.beat(rank, int(message["beat"]), str(message.get("doing")), now_s)
+                moves, signs = int(message["beat"]), int(message["signs"])
+                self._roll_call.beat(rank, moves, signs, str(message.get("doing")), now_s)
             elif "failed" in message:
                 self._roll_call.failed(rank, str(message["failed"]), bool(message.get("victim")), now_s)
             elif "bye" in message:
@@ -251,13 +252,15 @@ class Heartbeat:
         return self._verdict.text if known and self._verdict is not None else None
 
     def _run(self) -> None:
-        heard_at_s = time.monotonic()
+        heard_at_s = last_s = time.monotonic()
         while not self._stopping.is_set():
-            self._line.send(beat=self._moves.count, doing=self._moves.doing)  # a broken line shows in receive
+            self._beat()
             readable = readable_of([self._line.sock, self._wake], BEAT_S)
             if self._stopping.is_set():
                 return
             now_s = time.monotonic()
+            heard_at_s += max(0.0, now_s - last_s - 2 * BEAT_S)  # this process slept: the job was suspended
+            last_s = now_s
             messages = self._line.receive() if self._line.sock in readable else []
             if messages:
                 heard_at_s = now_s
@@ -276,6 +279,11 @@ class Heartbeat:
             if now_s - heard_at_s > self._silent_s:
                 self._end(self._without_rank_0(f"no sign of life for {now_s - heard_at_s:.0f} s"))
                 return
+
+    def _beat(self) -> None:
+        """A broken line shows in receive."""
+        moves = self._moves
+        self._line.send(beat=moves.count, signs=moves.signs, doing=moves.doing)
 
     def _without_rank_0(self, words: str) -> Verdict:
         return Verdict((0,), f"rank 0 ({self._address[0]}) is gone: {words}")
@@ -304,7 +312,8 @@ def start(world: Any, *, stuck_s: float, on_end: Callable[[str], None]) -> Heart
     if world.size == 1:
         return None
     host = os.environ["MASTER_ADDR"]
-    roll = Roll(RollCall(world.size, silent_s=SILENT_S, stuck_s=stuck_s), host) if world.is_main else None
+    roll_call = RollCall(world.size, silent_s=SILENT_S, stuck_s=stuck_s, awake_s=2 * BEAT_S)
+    roll = Roll(roll_call, host) if world.is_main else None
     port, token = world.broadcast([roll.port, roll.token] if roll is not None else None)
     beating: Heartbeat = world.checked(lambda: Heartbeat((host, port), token, world.rank, on_end=on_end, roll=roll))
     return beating

@@ -103,7 +103,8 @@ class EngineRecipe(Section):
     activations one GPU cannot hold. Divides the ranks of a node."""
     timeout_minutes: PositiveFloat = 30.0
     """A run of several ranks ends, and names the rank that the others wait for, when none has begun a forward, step or
-    exchange for so long. Longer than loading the model, a reward or writing a checkpoint takes."""
+    exchange, or got on with a scan, cache, export or rewards, for so long. Longer than it takes to load the model or to
+    write a checkpoint, and than `reward.timeout_s` and `reward.start_timeout_s`."""
     guard: bool = False
     """Before every forward, check that all ranks are about to do the same one. For debugging; costs one small
     all-reduce a forward."""
@@ -355,7 +356,19 @@ class Recipe(Section):
             self._no_ddrl_keys()
         if self.model.denoiser_init == "random" and self.lora is not None:
             raise ValueError("model.denoiser_init: random trains all weights: remove the lora section")
+        if self.reward is not None:
+            self._waits_fit(self.reward)
         return self
+
+    def _waits_fit(self, reward: RewardRecipe) -> None:
+        """A rank that waits for rewards as long as it may is not stuck."""
+        for key in ("timeout_s", "start_timeout_s"):
+            if getattr(reward, key) >= 60 * self.engine.timeout_minutes:
+                raise ValueError(
+                    f"reward.{key} {getattr(reward, key):g} is not below engine.timeout_minutes "
+                    f"{self.engine.timeout_minutes:g} ({60 * self.engine.timeout_minutes:g} s), which would end the run "
+                    f"while it waits: raise timeout_minutes or lower {key}"
+                )
 
     def _advantages_fit(self, algorithm: RlSettings) -> None:
         assert self.rollout is not None

@@ -32,6 +32,7 @@ class Member:
     heard_at_s: float
     moved_at_s: float
     moves: int = -1
+    signs: int = -1
     doing: str = "start"
     state: Literal["runs", "done", "gone", "failed"] = "runs"
     words: str = ""
@@ -44,20 +45,23 @@ class Member:
 class RollCall:
     """The ranks of one run, from the first that reports to the verdict."""
 
-    def __init__(self, size: int, *, silent_s: float, stuck_s: float) -> None:
-        """silent_s: how long a rank may say nothing. stuck_s: how long no rank may move."""
-        self.size, self.silent_s, self.stuck_s = size, silent_s, stuck_s
+    def __init__(self, size: int, *, silent_s: float, stuck_s: float, awake_s: float) -> None:
+        """silent_s: how long a rank may say nothing. stuck_s: how long no rank may move. awake_s: what is longer
+        between two looks counts as sleep of this process (the whole job was suspended), and against nobody."""
+        self.size, self.silent_s, self.stuck_s, self.awake_s = size, silent_s, stuck_s, awake_s
+        self.looked_at_s: float | None = None
         self.members: dict[int, Member] = {}
         self.ended_at_s: float | None = None  # the first that is gone or failed
 
     def joined(self, rank: int, where: str, now_s: float) -> None:
         self.members[rank] = Member(rank, where, heard_at_s=now_s, moved_at_s=now_s)
 
-    def beat(self, rank: int, moves: int, doing: str, now_s: float) -> None:
+    def beat(self, rank: int, moves: int, signs: int, doing: str, now_s: float) -> None:
+        """moves: what tells ranks apart. signs: what only shows that it works."""
         member = self.members[rank]
         member.heard_at_s = now_s
-        if moves != member.moves:
-            member.moves, member.doing, member.moved_at_s = moves, doing, now_s
+        if (moves, signs) != (member.moves, member.signs):
+            member.moves, member.signs, member.doing, member.moved_at_s = moves, signs, doing, now_s
 
     def done(self, rank: int) -> None:
         """It has finished its part and will say no more."""
@@ -81,12 +85,22 @@ class RollCall:
 
     def verdict(self, now_s: float) -> Verdict | None:
         """None while all is well, and for SETTLE_S after a first failure."""
+        self._forgive_sleep(now_s)
         for member in self._in_state("runs"):
             if now_s - member.heard_at_s > self.silent_s:
                 self.gone(member.rank, f"no sign of life for {now_s - member.heard_at_s:.0f} s", now_s)
         if self.ended_at_s is not None:
             return self._blame_ended() if now_s - self.ended_at_s >= SETTLE_S else None
         return self._blame_stuck(now_s)
+
+    def _forgive_sleep(self, now_s: float) -> None:
+        """What was heard since counts as heard now, not later."""
+        slept_s = 0.0 if self.looked_at_s is None else now_s - self.looked_at_s - self.awake_s
+        self.looked_at_s = now_s
+        if slept_s > 0:
+            for member in self.members.values():
+                member.heard_at_s = min(now_s, member.heard_at_s + slept_s)
+                member.moved_at_s = min(now_s, member.moved_at_s + slept_s)
 
     def _blame_ended(self) -> Verdict:
         """Who is gone without a word outranks who failed, and who failed by itself outranks its victims."""

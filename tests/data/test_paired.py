@@ -8,6 +8,7 @@ import pytest
 
 from wfm_ds.data.paired import PairedFolder
 from wfm_ds.errors import DataError
+from wfm_ds.moves import MOVES
 
 
 def put(folder, name, prompt="a cat", media=".png", **more):
@@ -33,6 +34,15 @@ def test_pairs_at_any_depth_are_found_and_sorted_by_id(tmp_path):
     assert ids(folder) == ["a", "a.b", "b", "sub/deep/a"]
     assert [s.media.path for s in folder.samples] == [tmp_path / f"{name}.png" for name in ids(folder)]
     assert folder.bad == {}
+
+
+def test_a_scan_shows_that_it_goes_on_and_is_no_move(tmp_path):
+    for number in range(20):
+        put(tmp_path, str(number))
+    count, signs = MOVES.count, MOVES.signs
+    scan(tmp_path)
+    assert MOVES.count == count
+    assert MOVES.signs >= signs + 20
 
 
 def test_a_caption_becomes_a_prompt_with_metadata(tmp_path):

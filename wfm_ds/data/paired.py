@@ -8,6 +8,7 @@ from pathlib import Path
 
 from wfm_ds.data.samples import MEDIA_SUFFIXES, LocalFile, Sample, SampleSet, parse_caption
 from wfm_ds.errors import DataError
+from wfm_ds.moves import MOVES
 from wfm_ds.types import Prompt
 
 
@@ -27,6 +28,7 @@ class PairedFolder(SampleSet):
         if not entries:
             raise DataError(f"{folder} holds no captioned media: put NAME.json beside each NAME.png or NAME.mp4")
         for sample_id in sorted(entries):
+            MOVES.alive()
             self._add(sample_id, entries[sample_id])
         self.check(max_bad_fraction)
 
@@ -69,6 +71,7 @@ def walk(folder: Path) -> Iterator[Path]:
             continue
         seen.add(real)
         folders[:] = [name for name in folders if not name.startswith(".")]
+        MOVES.alive()
         yield from (Path(parent, name) for name in files if not name.startswith("."))
 
 

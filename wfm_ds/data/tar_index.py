@@ -15,6 +15,7 @@ from typing import Any
 
 from wfm_ds import atomic, storage
 from wfm_ds.errors import DataError
+from wfm_ds.moves import MOVES
 
 CAPTION_FIELDS = ("json", "txt")
 MAX_CAPTION_BYTES = 1 << 20
@@ -82,6 +83,7 @@ def read_tar(address: str, version: tuple[str | int, ...]) -> TarIndex:
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:
                 while (info := tar.next()) is not None:
+                    MOVES.alive()
                     if info.offset_data + info.size > size:
                         intact = False
                         break

@@ -25,6 +25,7 @@ import numpy as np
 import yaml
 
 from wfm_ds.errors import RewardError
+from wfm_ds.moves import MOVES
 from wfm_ds.pipes.client import Outcome, PipeClient
 from wfm_ds.pipes.keys import KeyFileError, client_keys
 from wfm_ds.pipes.sockets import PipeError, private_folder
@@ -241,6 +242,7 @@ class RewardClient:
         reward.timeout_s after the last submission. Never raises for what the service does.
         """
         while self._tickets:
+            MOVES.alive()
             for outcome in self._pipe.take(self._patience_s()):
                 self._book(outcome)
             self._fail_overdue(time.monotonic())
