@@ -221,6 +221,33 @@ def test_a_model_whose_heads_are_fewer_than_the_ranks_of_a_replica_is_refused(rl
         load_model(rl("engine.sequence_parallel=5"), torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    ("family", "ranks", "enough", "small", "too_few"),
+    [
+        ("sd3", 4, "[16, 16]", "[4, 8]", "number of image tokens, 2"),
+        ("sana", 9, "[64, 32]", "[32, 64]", "number of rows of patches, 8"),
+    ],
+)
+def test_a_size_too_small_for_the_ranks_of_a_replica_is_refused(
+    sft, tiny_pipelines, family, ranks, enough, small, too_few
+):
+    def load(size, *buckets):
+        height, width = size.strip("[]").split(", ")
+        sizes = [f"sampling.height={height}", f"sampling.width={width}", *buckets]
+        model = f"model.path={tiny_pipelines(family)}"
+        load_model(sft(model, f"engine.sequence_parallel={ranks}", *sizes), torch.device("cpu"))
+
+    load(enough)
+    load(enough, f"data.buckets=[{enough}]")
+    for where, size, buckets in (
+        ("sampling", small, []),
+        ("data.buckets", enough, [f"data.buckets=[{enough}, {small}]"]),
+    ):
+        with pytest.raises(RecipeError, match=too_few) as refused:
+            load(size, *buckets)
+        assert str(refused.value).startswith(f"{where}: the size {small} cannot be shared among ranks: ")
+
+
 def test_lora_targets_that_match_nothing_are_a_recipe_error(rl):
     with pytest.raises(RecipeError, match=r"lora\.target_modules: no linear layer of the denoiser ends with nope"):
         load_model(rl("lora.target_modules=[nope]"), torch.device("cpu"))

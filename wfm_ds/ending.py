@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from wfm_ds.checkpoint.exporter import Exporter
+    from wfm_ds.errors import UserError
     from wfm_ds.heartbeat import Heartbeat
     from wfm_ds.mirror import Mirror
     from wfm_ds.outcome import Outcome
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from wfm_ds.world import World
 
 log = logging.getLogger(__name__)
+
+LONE = "error: "  # what a rank says to the others of a UserError of its own begins like this
 
 
 class Ending:
@@ -39,6 +42,7 @@ class Ending:
         self.heartbeat: Heartbeat | None = None  # of a run of several ranks
         self.mirror: Mirror | None = None  # rank 0's, of a run that is copied to a storage
         self.copies: Copies | None = None  # once the run has waited for them
+        self.error_code = 1  # of a run that was ended by an error, its user's or not
 
     @property
     def exit_code(self) -> int:
@@ -62,6 +66,16 @@ class Ending:
             self.heartbeat.stop()
         self._record_failure(message)
 
+    def failed_alone(self, error: UserError) -> bool:
+        """By an error of the user's that the other ranks may not have: they wait for this one in an exchange, and end
+        by the heartbeat's verdict. Whether this rank is the one to say it."""
+        from wfm_ds.lifecycle import USER_ERROR
+
+        self.error_code = USER_ERROR
+        verdict = self.heartbeat.failed(f"{LONE}{error}", is_victim=False) if self.heartbeat is not None else None
+        self._record_failure(str(error))
+        return verdict is None or verdict.startswith(f"rank {self.world.rank} (")
+
     def unexpected(self, error: Exception) -> bool:
         """By an error of this rank, which ends all. Whether another rank is to blame, and was named."""
         from wfm_ds.heartbeat import is_broken_exchange
@@ -77,6 +91,10 @@ class Ending:
 
     def judged(self, verdict: str) -> None:
         """By another rank; called from the heartbeat's thread where the main one cannot go on."""
+        from wfm_ds.lifecycle import USER_ERROR
+
+        if f" failed: {LONE}" in verdict:
+            self.error_code = USER_ERROR
         log.error("the run ends: %s", verdict)
         if not self.world.is_main and self.world.local_rank == 0:  # one voice for each machine; the log has rank 0's
             os.write(2, f"rank {self.world.rank}: the run ends: {verdict}\n".encode())

@@ -4,6 +4,9 @@
 class UserError(ValueError):
     """Something outside the program is wrong; the message says what, where and what to do."""
 
+    agreed = False
+    """Whether it is known that all ranks raise it, so that they can go on talking to each other (`World.checked`)."""
+
 
 class RecipeError(UserError):
     """A recipe, an override or a DeepSpeed JSON does not say what it must."""

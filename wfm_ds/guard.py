@@ -15,13 +15,16 @@ from wfm_ds.world import World
 
 
 class Guard:
-    """Counts the forwards and compares them between ranks. Every rank builds it, at the same point."""
+    """Counts the forwards and compares them between ranks. Every rank builds it, at the same point.
 
-    def __init__(self, world: World, timeout_s: float = 60.0) -> None:
+    It waits for the others as long as any collective of `world` does: one that decodes videos or compiles is late and
+    not lost.
+    """
+
+    def __init__(self, world: World) -> None:
         self._world = world
-        self._timeout_s = timeout_s
-        # A group of its own: it cannot pair with another collective, and its deadline is short.
-        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+        # A group of its own: it cannot pair with another collective.
+        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=world.timeout_s))
         self.num_checks = 0
 
     def check(self, *what: object, inputs: Sequence[Tensor] = ()) -> None:
@@ -40,8 +43,8 @@ class Guard:
             dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {self._world.rank} is at forward {self.num_checks} {what}, and another rank did not come "
-                f"within {self._timeout_s:g} s: all ranks must do the same forwards"
+                f"rank {world.rank} is at forward {self.num_checks} {what}, and another rank did not come "
+                f"within {world.timeout_s:g} s: all ranks must do the same forwards"
             ) from error
         if int(marks[0].sum()):
             seen = world.gather(repr(what))

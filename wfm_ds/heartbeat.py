@@ -304,7 +304,9 @@ class Heartbeat:
             self._exit(1)
 
 
-def start(world: Any, *, stuck_s: float, on_end: Callable[[str], None]) -> Heartbeat | None:
+def start(
+    world: Any, *, stuck_s: float, on_end: Callable[[str], None], exit_process: Callable[[int], object] = os._exit
+) -> Heartbeat | None:
     """Collective. This rank's heartbeat, None for a rank alone. stuck_s: the run ends if no rank moves for so long.
 
     Raises UserError on all ranks if one of them cannot reach rank 0.
@@ -315,7 +317,9 @@ def start(world: Any, *, stuck_s: float, on_end: Callable[[str], None]) -> Heart
     roll_call = RollCall(world.size, silent_s=SILENT_S, stuck_s=stuck_s, awake_s=2 * BEAT_S)
     roll = Roll(roll_call, host) if world.is_main else None
     port, token = world.broadcast([roll.port, roll.token] if roll is not None else None)
-    beating: Heartbeat = world.checked(lambda: Heartbeat((host, port), token, world.rank, on_end=on_end, roll=roll))
+    beating: Heartbeat = world.checked(
+        lambda: Heartbeat((host, port), token, world.rank, on_end=on_end, roll=roll, exit_process=exit_process)
+    )
     return beating
 
 

@@ -141,13 +141,14 @@ def write_status(status: Literal["finished", "preempted"], step: int) -> None:
     part.replace(target)
 
 
-def user_error_exit(message: str, rank: int) -> NoReturn:
+def user_error_exit(message: str, rank: int, *, speaks: bool | None = None) -> NoReturn:
     """End a run that a user's mistake makes impossible: `error: MESSAGE` once on stderr, exit code 2.
 
-    Every rank calls it, from its main thread. Rank 0 writes and exits, upon which the launcher ends the others; they
-    wait for that, so that no other exit is seen first, and say nothing. Raises SystemExit.
+    Every rank calls it, from its main thread. Rank 0 (or the one that `speaks`, where the mistake shows on one rank
+    alone) writes and exits, upon which the launcher ends the others; they wait for that, so that no other exit is seen
+    first, and say nothing. Raises SystemExit.
     """
-    if rank == 0:
+    if speaks if speaks is not None else rank == 0:
         sys.stderr.write(f"error: {message}\n")
         sys.stderr.flush()
     else:

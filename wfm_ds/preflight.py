@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 
 from wfm_ds.algorithms import build_rl, rl_policies
+from wfm_ds.data.buckets import Size
 from wfm_ds.datasets import TrainingData, buckets_of, load_data, readable
 from wfm_ds.derived import derive, num_replicas
 from wfm_ds.ds_config import deepspeed_config, require_idle_experts
-from wfm_ds.errors import RecipeError
+from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.estimate import lora_parameters, memory_lines
 from wfm_ds.models import registry
 from wfm_ds.models.base import DiffusionModel
@@ -25,6 +26,7 @@ from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.rollout.service import endpoints, spawn_devices
 from wfm_ds.types import Prompt
 from wfm_ds.ulysses.install import check as check_shareable
+from wfm_ds.ulysses.install import check_shape
 from wfm_ds.world import ranks_per_node
 
 log = logging.getLogger(__name__)
@@ -102,7 +104,7 @@ def load_model(recipe: Recipe, device: torch.device, *, placed: bool = False) ->
         check_given_frames(recipe.algorithm, model, shape)
         if recipe.algorithm.flow_shift is None:
             _ = model.flow_shift  # raises where the scheduler has none
-    buckets_of(recipe, model)  # raises for sizes that the family has not
+    sizes = buckets_of(recipe, model).sizes  # raises for those that the family has not
     if len(model.sigma_ranges) > 1:
         require_idle_experts(recipe)
     elif size.guidance_scale_low is not None:
@@ -112,6 +114,7 @@ def load_model(recipe: Recipe, device: torch.device, *, placed: bool = False) ->
         check_data_levels(recipe.algorithm, model)
     if recipe.engine.sequence_parallel > 1:
         check_shareable(model.denoiser, recipe.engine.sequence_parallel)
+        check_sizes_shared(recipe, model, [(size.height, size.width), *sizes])
     if recipe.lora is not None:
         targets = recipe.lora.target_modules or model.default_lora_targets
         if lora_parameters(model.denoiser, targets, recipe.lora.rank) == 0:
@@ -119,6 +122,17 @@ def load_model(recipe: Recipe, device: torch.device, *, placed: bool = False) ->
     if settings.denoiser_init == "random":
         registry.randomize(model, recipe.run.seed)
     return model
+
+
+def check_sizes_shared(recipe: Recipe, model: DiffusionModel, sizes: Sequence[Size]) -> None:
+    """RecipeError for one of these sizes that is too small for the ranks of a replica to share."""
+    for height, width in dict.fromkeys(sizes):
+        shape = model.latent_shape(height, width, recipe.sampling.num_frames)
+        try:
+            check_shape(model.denoiser, recipe.engine.sequence_parallel, shape)
+        except UserError as error:
+            whose = "sampling" if (height, width) == (recipe.sampling.height, recipe.sampling.width) else "data.buckets"
+            raise RecipeError(f"{whose}: the size [{height}, {width}] cannot be shared among ranks: {error}") from error
 
 
 def check_given_frames(algorithm: SftAlgorithm | DdrlAlgorithm, model: DiffusionModel, shape: Sequence[int]) -> None:

@@ -233,7 +233,11 @@ class ValidationLoss:
         return world.share_tensor(self.encoded(index) if world.is_leader else None)
 
     def encoded(self, index: int) -> Tensor:
-        """Clean latents [...] of this sample, read and encoded unless the run keeps them."""
+        """Clean latents [...] of this sample, read and encoded unless the run keeps them.
+
+        Raises DataError, on this rank alone, if the file can no longer be read: replicas read different numbers of
+        samples, so they have no moment to agree on it.
+        """
         cache, media, framing = self.job.latents, self.samples[index].media, self.framings[index]
         latents = None if cache is None else cache.read(media, framing)
         if latents is None:

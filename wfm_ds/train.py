@@ -121,11 +121,16 @@ def run(recipe: Recipe, stop: StopFlag, *, overwrite: bool) -> int:
     world = World.join(stuck_s + NAMED_FIRST_S)
     ending = Ending(recipe.run.output_dir, world)
     try:
-        ending.heartbeat = start(world, stuck_s=stuck_s, on_end=ending.judged)
+        # Who is ended by another rank's error has that one's exit code: the launcher reports whichever it sees first.
+        ending.heartbeat = start(
+            world, stuck_s=stuck_s, on_end=ending.judged, exit_process=lambda _: os._exit(ending.error_code)
+        )
         outcome = prepare_and_train(recipe, world, stop, ending, overwrite=overwrite)
     except UserError as error:
-        ending.failed(str(error))
-        lifecycle.user_error_exit(str(error), world.rank)
+        if world.size == 1 or error.agreed:
+            ending.failed(str(error))
+            lifecycle.user_error_exit(str(error), world.rank)
+        lifecycle.user_error_exit(str(error), world.rank, speaks=ending.failed_alone(error))
     except RunError as error:
         log.error("%s", error)
         ending.failed(str(error))
@@ -133,7 +138,7 @@ def run(recipe: Recipe, stop: StopFlag, *, overwrite: bool) -> int:
     except Exception as error:
         # The border of the process: what nobody expected is recorded and then shown in full.
         if ending.unexpected(error):
-            return 1
+            return ending.error_code
         raise
     ending.reached(outcome)
     dist.destroy_process_group()
@@ -178,8 +183,9 @@ def prepare_and_train(
         endpoint = held.enter_context(reward_endpoint(recipe, world))
         try:
             outcome = train(recipe, world, stop, model, data, endpoint, ending)
-        except (RunError, UserError):  # raised on all ranks alike
-            if ending.loop is not None:
+        except (RunError, UserError) as error:
+            together = isinstance(error, RunError) or error.agreed or world.size == 1
+            if together and ending.loop is not None:
                 ending.copies = finish(recipe, world, mirror)
             raise
         ending.copies = finish(recipe, world, mirror)

@@ -243,7 +243,9 @@ class World:
                 error = raised
         if self.any(error is not None):
             messages = self.gather(None if error is None else str(error))
-            raise UserError(next(m for m in messages if m is not None)) from error
+            everywhere = UserError(next(m for m in messages if m is not None))
+            everywhere.agreed = True
+            raise everywhere from error
         return result
 
 

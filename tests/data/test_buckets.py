@@ -3,6 +3,9 @@
 import itertools
 import json
 import math
+import threading
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from clips import write_clip
+from wfm_ds.data import order as order_module
 from wfm_ds.data.buckets import Buckets, automatic_sizes, nearest
 from wfm_ds.data.order import BatchSource, BucketOrder, sample_index
 from wfm_ds.data.paired import PairedFolder
@@ -138,6 +142,34 @@ def test_in_the_long_run_every_sample_is_shown_equally_often(buckets, unit):
     epochs = unit * 3  # after which nothing waits
     shown = seen(order, range(epochs * len(buckets)))
     assert sorted(index for _, index in shown) == sorted(epochs * list(range(len(buckets))))
+
+
+def test_an_epoch_of_many_samples_is_kept_in_arrays():
+    count = 20_000
+    order = BucketOrder(np.arange(count) % 3, unit=1, seed=0, shuffle=True)
+    tracemalloc.start()
+    order.place(0)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 40 * count  # bytes: two int64 of the order, and an int64 and an int32 of the units
+
+
+def test_threads_that_want_the_same_epoch_compute_it_once(monkeypatch):
+    calls, second, epoch_order = [], threading.Event(), order_module.epoch_order
+
+    def counted(*arguments):
+        calls.append(arguments)
+        if len(calls) > 1:
+            second.set()
+        second.wait(0.3)  # long enough for another thread to come here too, if nothing keeps it out
+        return epoch_order(*arguments)
+
+    monkeypatch.setattr(order_module, "epoch_order", counted)
+    order = BucketOrder([0, 1] * 20, unit=2, seed=0, shuffle=True)
+    with ThreadPoolExecutor(4) as pool:
+        places = list(pool.map(order.place, range(8)))
+    assert [place.epoch for place in places] == [0] * 8
+    assert len(calls) == 1
 
 
 def test_the_order_is_the_same_in_years_to_come():

@@ -1,5 +1,6 @@
 """Steps that are not applied, the schedule, what is refused at the start, and the guard."""
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -26,7 +27,7 @@ from wfm_ds.guard import Guard
 from wfm_ds.recipe import Recipe
 from wfm_ds.rl import RlTrainer
 from wfm_ds.rollout.groups import PromptGroups
-from wfm_ds.world import World
+from wfm_ds.world import COLLECTIVE_TIMEOUT_S, World
 
 A_MATRIX = "transformer_blocks.0.attn.to_q.lora_A.default.weight"
 
@@ -226,10 +227,10 @@ def test_zero3_leaves_torch_linear_alone(two_ranks):
     assert two_ranks.run(linear_after_zero3) == [True, True]
 
 
-def guarded(disagree, extra):
+def guarded(disagree, extra, timeout_s=COLLECTIVE_TIMEOUT_S):
     """The message that this rank gets from the guard."""
-    world = World.join()
-    guard = Guard(world, timeout_s=3)
+    world = dataclasses.replace(World.join(), timeout_s=timeout_s)
+    guard = Guard(world)
     try:
         guard.check("old", False, (4, 8, 8))
         guard.check("ref" if disagree and world.rank else "old", False, (4, 8, 8))
@@ -250,9 +251,11 @@ def test_guard_names_what_each_rank_was_about_to_do(two_ranks):
 
 
 def test_guard_ends_one_forward_too_many_with_an_error(two_ranks):
-    calm, lonely = two_ranks.run(guarded, disagree=False, extra=True)
+    calm, lonely = two_ranks.run(guarded, disagree=False, extra=True, timeout_s=3)
     assert calm == "agreed"
-    assert lonely.startswith("rank 1 is at forward 3 ('old', False, (4, 8, 8)), and another rank did not come within")
+    assert lonely.startswith(
+        "rank 1 is at forward 3 ('old', False, (4, 8, 8)), and another rank did not come within 3 s:"
+    )
 
 
 def guard_of_engine(on):

@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ from wfm_ds.seeds import derive_seed, uniform
 from wfm_ds.types import Prompt
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_SUBSTITUTES = 10
 WINDOW = 1000  # tried files over which the share of bad ones is judged
@@ -78,8 +80,8 @@ class BucketOrder:
         self.buckets = np.asarray(buckets, dtype=np.int64)
         self.counts = [int(count) for count in np.bincount(self.buckets)]  # samples by bucket
         self.unit, self.seed, self.shuffle = unit, seed, shuffle
-        self._epoch = functools.lru_cache(maxsize=4)(self._dealt)
-        self._units = functools.lru_cache(maxsize=2)(self._filled)
+        self._epoch = computed_once(self._dealt, maxsize=4)
+        self._units = computed_once(self._filled, maxsize=2)
 
     def place(self, position: int) -> Place:
         """Of the sample at this position, from 0."""
@@ -87,7 +89,9 @@ class BucketOrder:
         epoch = unit * self.unit // len(self.buckets)  # in which at the earliest it is filled
         while self._units_before(epoch + 1) <= unit:
             epoch += 1
-        bucket, number = self._units(epoch)[unit - self._units_before(epoch)]
+        buckets, numbers = self._units(epoch)
+        index = unit - self._units_before(epoch)
+        bucket, number = int(buckets[index]), int(numbers[index])
         return Place(bucket, *divmod(number * self.unit + within, self.counts[bucket]))
 
     def sample(self, place: Place) -> int:
@@ -105,16 +109,29 @@ class BucketOrder:
         by_bucket = np.argsort(self.buckets[order], kind="stable")
         return order, np.split(by_bucket, np.cumsum(self.counts)[:-1])
 
-    def _filled(self, epoch: int) -> list[tuple[int, int]]:
-        """(bucket, number among its units) of the units that are filled in this epoch, in the order of the last sample
-        of each."""
+    def _filled(self, epoch: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """The buckets, and the numbers among their units, of the units that are filled in this epoch, in the order of
+        the last sample of each."""
         _, offsets = self._epoch(epoch)
-        filled = []
-        for bucket, count in enumerate(self.counts):
-            for number in range(epoch * count // self.unit, (epoch + 1) * count // self.unit):
-                last = (number + 1) * self.unit - 1 - epoch * count
-                filled.append((int(offsets[bucket][last]), bucket, number))
-        return [(bucket, number) for _, bucket, number in sorted(filled)]
+        numbers = [np.arange(epoch * n // self.unit, (epoch + 1) * n // self.unit) for n in self.counts]
+        ends = [
+            offsets[bucket][(numbers[bucket] + 1) * self.unit - 1 - epoch * count]
+            for bucket, count in enumerate(self.counts)
+        ]
+        order = np.argsort(np.concatenate(ends), kind="stable")
+        buckets = np.repeat(np.arange(len(numbers), dtype=np.int32), [len(of_bucket) for of_bucket in numbers])
+        return buckets[order], np.concatenate(numbers)[order]
+
+
+def computed_once(function: Callable[[int], T], maxsize: int) -> Callable[[int], T]:
+    """`function` of the last few epochs, kept; threads that want the same one wait for the first of them."""
+    cached, lock = functools.lru_cache(maxsize=maxsize)(function), threading.Lock()
+
+    def of(epoch: int) -> T:
+        with lock:
+            return cached(epoch)
+
+    return of
 
 
 def places(offset: int, num_samples: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -32,6 +33,7 @@ class SharedTokens(ABC):
     transformer: ClassVar[type[nn.Module]]
     patch_embedding: ClassVar[str]  # the module whose output is split
     exchanges_heads: ClassVar[bool] = True  # whether attention gives each rank some heads
+    unit: ClassVar[str] = "tokens"  # what a rank gets a whole number of, in words
     refused: ClassVar[Mapping[str, str]] = {}  # arguments of forward that would need a share of their own, in words
 
     def __init__(self, transformer: Any, group: ProcessGroup) -> None:
@@ -74,6 +76,17 @@ class SharedTokens(ABC):
         if cls.exchanges_heads:
             shares(config.num_attention_heads, num_ranks, f"attention heads of {cls.transformer.__name__}")
 
+    @classmethod
+    def num_units(cls, grid: Sequence[int]) -> int:
+        """How many of `unit` a grid of tokens has."""
+        return math.prod(grid)
+
+    @classmethod
+    def check_shape(cls, config: Any, num_ranks: int, shape: Sequence[int]) -> None:
+        """UserError for latents of this shape, [C,h,w] or [C,T,h,w], that leave a rank without a share."""
+        size = config.patch_size if isinstance(config.patch_size, Sequence) else [config.patch_size] * 2
+        shares(cls.num_units(patches(shape[1:], size)), num_ranks, cls.unit)
+
     def take_processor(self, attention: Any, stock: type) -> Any:
         """The stock processor that a family replaces; UserError if it is another one."""
         if type(attention.processor) is not stock:
@@ -98,6 +111,6 @@ class SharedTokens(ABC):
         return gather(projected, 1, self.lengths, self.group)
 
 
-def patches(latents: Tensor, patch_size: Sequence[int]) -> list[int]:
-    """The grid of tokens, rows last but one: of latents [B,C,h,w] or [B,C,T,h,w]."""
-    return [count // side for count, side in zip(latents.shape[2:], patch_size, strict=True)]
+def patches(shape: Sequence[int], patch_size: Sequence[int]) -> list[int]:
+    """The grid of tokens, rows last but one: of latents whose shape ends in [h,w] or [T,h,w]."""
+    return [count // side for count, side in zip(shape, patch_size, strict=True)]

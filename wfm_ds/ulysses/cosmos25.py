@@ -7,7 +7,6 @@ context) is local.
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -42,12 +41,12 @@ class Cosmos25(SharedTokens):
         one for each row of a batch it leaves them alone, and `_times_of_tokens` does the rest."""
         latents, timestep = arguments["hidden_states"], arguments["timestep"]
         count, _, num_frames, *_ = latents.shape
-        grid = patches(latents, self.config.patch_size)
+        grid = patches(latents.shape[2:], self.config.patch_size)
         per_frame = grid[0] == num_frames and timestep.shape == (count, 1, num_frames, 1, 1)
         self.frames = (count, num_frames) if per_frame else None
         if per_frame:
             arguments["timestep"] = timestep.flatten()
-        return shares(math.prod(grid), self.num_ranks, "tokens")
+        return shares(self.num_units(grid), self.num_ranks, self.unit)
 
     def split(self, embedded: Tensor) -> Tensor:
         """[B,T,h,w,C] -> [B,n,1,1,C], which the transformer goes on to flatten just the same."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -47,6 +48,12 @@ def check(denoiser: nn.Module, num_ranks: int) -> None:
     """UserError as of `install`, as far as it can be told without ranks."""
     for transformer, family in served(denoiser):
         family.check(transformer.config, num_ranks)
+
+
+def check_shape(denoiser: nn.Module, num_ranks: int, shape: Sequence[int]) -> None:
+    """UserError if a forward on latents of this shape, [C,h,w] or [C,T,h,w], would leave a rank without a share."""
+    for transformer, family in served(denoiser):
+        family.check_shape(transformer.config, num_ranks, shape)
 
 
 def served(denoiser: nn.Module) -> list[tuple[Any, type[SharedTokens]]]:

@@ -6,7 +6,7 @@ exchange grows with the number of tokens of a rank, and the number of heads is n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from diffusers import SanaTransformer2DModel
@@ -27,6 +27,7 @@ class Sana(SharedTokens):
     transformer = SanaTransformer2DModel
     patch_embedding = "patch_embed"
     exchanges_heads = False
+    unit = "rows of patches"
     refused: ClassVar[Mapping[str, str]] = {
         "attention_mask": "masks of self-attention",
         "controlnet_block_samples": "ControlNet residuals",
@@ -42,14 +43,18 @@ class Sana(SharedTokens):
             trade_lines(block.ff.conv_depth, self.group)
 
     def token_shares(self, arguments: dict[str, Any]) -> list[int]:
-        height, width = patches(arguments["hidden_states"], [self.config.patch_size] * 2)
+        height, width = patches(arguments["hidden_states"].shape[2:], [self.config.patch_size] * 2)
         return [rows * width for rows in self.shares_of_rows(height)]
 
     def share_rows(self, arguments: dict[str, Any]) -> None:
         arguments["height"] = self.shares_of_rows(arguments["height"])[self.rank]
 
     def shares_of_rows(self, height: int) -> list[int]:
-        return shares(height, self.num_ranks, "rows of patches")
+        return shares(height, self.num_ranks, self.unit)
+
+    @classmethod
+    def num_units(cls, grid: Sequence[int]) -> int:
+        return grid[0]
 
 
 class LinearAttention:

@@ -7,7 +7,7 @@ frame are local. Neither exchange grows with the number of frames of a rank, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +28,7 @@ class SanaVideo(SharedTokens):
     transformer = SanaVideoTransformer3DModel
     patch_embedding = "patch_embedding"
     exchanges_heads = False
+    unit = "latent frames"
     refused: ClassVar[Mapping[str, str]] = {
         "attention_mask": "masks of self-attention",
         "controlnet_block_samples": "ControlNet residuals",
@@ -43,7 +44,7 @@ class SanaVideo(SharedTokens):
             trade_lines(block.ff.conv_temp, self.group)
 
     def token_shares(self, arguments: dict[str, Any]) -> list[int]:
-        frames, height, width = patches(arguments["hidden_states"], self.config.patch_size)
+        frames, height, width = patches(arguments["hidden_states"].shape[2:], self.config.patch_size)
         lengths = self.lengths_of(frames, height * width)
         times = arguments["timestep"].reshape(len(arguments["hidden_states"]), -1)
         if times.shape[1] > 1:  # one for each token
@@ -51,7 +52,11 @@ class SanaVideo(SharedTokens):
         return lengths
 
     def lengths_of(self, frames: int, per_frame: int) -> list[int]:
-        return [count * per_frame for count in shares(frames, self.num_ranks, "latent frames")]
+        return [count * per_frame for count in shares(frames, self.num_ranks, self.unit)]
+
+    @classmethod
+    def num_units(cls, grid: Sequence[int]) -> int:
+        return grid[0]
 
     def split(self, embedded: Tensor) -> Tensor:
         """[B,C,T,h,w] -> [B,C,n], which the transformer goes on to flatten just the same."""

@@ -36,6 +36,7 @@ class Lengths:
 class SD3(SharedTokens):
     transformer = SD3Transformer2DModel
     patch_embedding = "pos_embed"
+    unit = "image tokens"
     refused: ClassVar = {"block_controlnet_hidden_states": "ControlNet residuals"}
 
     def share_blocks(self, transformer: Any) -> None:
@@ -53,8 +54,8 @@ class SD3(SharedTokens):
         transformer.context_embedder.register_forward_hook(self._split_text)
 
     def token_shares(self, arguments: dict[str, Any]) -> list[int]:
-        height, width = patches(arguments["hidden_states"], [self.config.patch_size] * 2)
-        image = shares(height * width, self.num_ranks, "image tokens")
+        grid = patches(arguments["hidden_states"].shape[2:], [self.config.patch_size] * 2)
+        image = shares(self.num_units(grid), self.num_ranks, self.unit)
         self.text_lengths = shares(arguments["encoder_hidden_states"].shape[1], self.num_ranks, "text tokens")
         given = arguments.get("joint_attention_kwargs") or {}
         arguments["joint_attention_kwargs"] = {**given, "lengths": Lengths(image, self.text_lengths)}

@@ -6,7 +6,6 @@ Splits, in diffusers' WanTransformer3DModel: the output of `patch_embedding` and
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch.distributed as dist
@@ -31,8 +30,8 @@ class Wan(SharedTokens):
             attention.set_processor(SelfAttention(self.group, processor._attention_backend))
 
     def token_shares(self, arguments: dict[str, Any]) -> list[int]:
-        grid = patches(arguments["hidden_states"], self.config.patch_size)
-        lengths = shares(math.prod(grid), self.num_ranks, "tokens")
+        grid = patches(arguments["hidden_states"].shape[2:], self.config.patch_size)
+        lengths = shares(self.num_units(grid), self.num_ranks, self.unit)
         if arguments["timestep"].ndim == 2:  # [B,S]
             arguments["timestep"] = own(arguments["timestep"], 1, lengths, self.group)
         return lengths

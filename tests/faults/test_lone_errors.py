@@ -1,0 +1,95 @@
+"""A user's mistake that shows on one rank alone, while the other waits for it in an exchange."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from wfm_ds.data.digits import write_digits
+from wfm_ds.ending import Ending
+from wfm_ds.errors import DataError
+from wfm_ds.heartbeat import Heartbeat, Roll
+from wfm_ds.roll_call import RollCall
+from wfm_ds.world import World
+
+ROOT = Path(__file__).parent.parent.parent
+WAIT_S = 300.0
+
+
+def test_the_rank_that_has_the_error_says_it_and_the_others_end_with_its_exit_code():
+    """Over real sockets; that the other process is left to end shows as a call with its exit code."""
+    roll = Roll(RollCall(2, silent_s=WAIT_S, stuck_s=WAIT_S), "127.0.0.1")
+    endings = [Ending(Path("nowhere"), World(rank, 2, rank, torch.device("cpu"), None)) for rank in (0, 1)]
+    left, codes = threading.Event(), []
+
+    def leave(code):
+        codes.append((code, endings[0].error_code))
+        left.set()
+
+    for rank, ending in enumerate(endings):
+        ending.heartbeat = Heartbeat(
+            ("127.0.0.1", roll.port),
+            roll.token,
+            rank,
+            on_end=ending.judged,
+            roll=None if rank else roll,
+            exit_process=leave,
+        )
+    assert endings[1].failed_alone(DataError("clip.mp4: cannot be decoded"))
+    assert left.wait(WAIT_S)
+    assert codes == [(1, 2)]
+
+
+@pytest.fixture
+def running(tiny_pipelines, tmp_path):
+    """An endless SFT of two ranks, its output in tmp_path/log; each rank evaluates one of the two held-out images."""
+    write_digits(tmp_path / "digits")
+    images = sorted((tmp_path / "digits" / "images").glob("*.png"))
+    (tmp_path / "held").mkdir()
+    for image in images[:2]:
+        for file in (image, image.with_suffix(".txt"), image.with_suffix(".json")):
+            if file.exists():
+                file.rename(tmp_path / "held" / file.name)
+    recipe = [
+        str(ROOT / "recipes" / "tiny" / "sd3_sft.yaml"),
+        f"model.path={tiny_pipelines('sd3')}",
+        f"data.path={tmp_path / 'digits' / 'images'}",
+        f"run.output_dir={tmp_path / 'out'}",
+        *("run.steps=100000", "checkpoint.every=1", "validation.every=1", f"validation.path={tmp_path / 'held'}"),
+    ]
+    with (tmp_path / "log").open("wb") as log:
+        command = [sys.executable, "-m", "wfm_ds.launch", "--num_gpus", "2", "-m", "wfm_ds.train", *recipe]
+        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    yield process
+    process.terminate()  # twice: the launcher ends its ranks at once
+    try:
+        process.wait(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_file_that_one_rank_cannot_read_ends_the_run_with_its_sentence(running, tmp_path, rank):
+    log, until_s = tmp_path / "log", time.monotonic() + WAIT_S
+    while not any((tmp_path / "out" / "checkpoints").glob("step_*")):
+        assert running.poll() is None, log.read_text()
+        assert time.monotonic() < until_s, log.read_text()
+        time.sleep(0.2)
+    image = sorted((tmp_path / "held").glob("*.png"))[rank]
+    damaged = image.with_suffix(".part")
+    damaged.write_bytes(image.read_bytes()[:40])
+    damaged.replace(image)
+    assert running.wait(WAIT_S) == 2, log.read_text()
+    said = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+    assert len(said) == 1, log.read_text()
+    assert said[0].startswith(f"error: {image}: cannot be decoded")
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["status"] == "failed"
+    assert f"{image}: cannot be decoded" in result["message"]
