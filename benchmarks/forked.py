@@ -55,7 +55,7 @@ class Ended:
 
     @property
     def killed(self) -> bool:
-        return set(self.exit_codes) == {-signal.SIGKILL}
+        return -signal.SIGKILL in self.exit_codes
 
 
 def start(arguments: Sequence[str], num_ranks: int, *, moment: Moment, watched: Path, scratch: Path) -> Ended:
@@ -63,7 +63,7 @@ def start(arguments: Sequence[str], num_ranks: int, *, moment: Moment, watched: 
     with SIGKILL, at once.
 
     scratch: a folder for the group's store and the ranks' output, `rank_0.log` and so on. Raises RuntimeError at the
-    deadline, and if only some of the ranks were killed.
+    deadline, and if the ranks ended in different ways, unless `is_legitimate`.
     """
     store = scratch / f"store_{time.monotonic_ns()}"
     counts = mmap.mmap(-1, COUNT.size * num_ranks)  # shared with the forks
@@ -82,10 +82,18 @@ def start(arguments: Sequence[str], num_ranks: int, *, moment: Moment, watched: 
         raise RuntimeError(f"the ranks did not end within {DEADLINE_S:g} s; they wrote {scratch}/rank_*.log")
     statuses = [os.waitpid(pid, 0)[1] for pid in pids]
     codes = tuple(os.waitstatus_to_exitcode(status) for status in statuses)
-    if len(set(codes)) > 1:
+    if not is_legitimate(codes, moment):
         raise RuntimeError(f"the ranks ended with {codes}; they wrote {scratch}/rank_*.log")
     file_operations = tuple(COUNT.unpack_from(counts, COUNT.size * rank)[0] for rank in range(num_ranks))
     return Ended(codes, time.monotonic() - began, file_operations)
+
+
+def is_legitimate(codes: Sequence[int], moment: Moment) -> bool:
+    """Whether the ranks may end with these exit codes: all with the same, or, killed at a time, some before the kill
+    reached them: with 0 because they were done, with 1 because the heartbeat missed another rank."""
+    if len(set(codes)) == 1:
+        return True
+    return isinstance(moment, AtTime) and -signal.SIGKILL in codes and set(codes) <= {0, 1, -signal.SIGKILL}
 
 
 def _kill(group: int) -> None:

@@ -235,3 +235,26 @@ def test_clearing_removes_the_run_and_nothing_else(proxy, folder, address):
     transfer.put(b"somebody's", f"{address}/notes.txt")
     Mirror(folder, address, keep=2).clear()
     assert transfer.listing(address).keys() == {"notes.txt"}
+
+
+def test_a_storage_that_is_ahead_of_the_folder_is_not_touched(proxy, folder, address, tmp_path):
+    ahead = tmp_path / "ahead"
+    write(ahead, "recipe.yaml", "run: {}\n")
+    write(ahead, "metrics.jsonl", '{"step": 3}\n')
+    checkpoint(ahead, 3)
+    copies, _ = copied(ahead, address)
+    write(ahead, "result.json", "{}")
+    copies.send_result()
+    before = transfer.listing(address)
+    with pytest.raises(StorageError, match="holds a checkpoint of step 3, newer than all in"):
+        Mirror(folder, address, keep=1).start()
+    assert transfer.listing(address) == before
+
+
+def test_pruning_spares_what_is_complete_beyond_the_own_newest_one(server, proxy, folder, address):
+    for step in (2, 3, 4):
+        checkpoint(folder, step)
+    copied(folder, address, keep=4)
+    server[1].delete_object(Bucket=s3.BUCKET, Key=key(address, "checkpoints/step_3/state"))
+    remote.prune(f"{address}/checkpoints", newest=2, keep=1)
+    assert {name.split("/")[1] for name in transfer.listing(address) if "checkpoints/" in name} == {"step_2", "step_4"}

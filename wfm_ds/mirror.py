@@ -80,8 +80,21 @@ class Mirror:
         log.info("copied %s to %s in %.1f s", address, folder, time.monotonic() - began)
         return folder
 
+    def newer(self) -> int | None:
+        """The newest step of the storage's complete checkpoints if the folder has none as new. Raises StorageError."""
+        found = remote.newest(f"{self.address}/{CHECKPOINTS}")
+        return None if found is None or found.step <= max(self._steps(), default=-1) else found.step
+
     def start(self) -> None:
-        """Begin to copy; from here on the storage holds a run that is not over. Raises StorageError."""
+        """Begin to copy; from here on the storage holds a run that is not over. Raises StorageError, also if it holds
+        a newer checkpoint than the folder: it is not this run's to replace."""
+        newer = self.newer()
+        if newer is not None:
+            raise StorageError(
+                f"{self.address} holds a checkpoint of step {newer}, newer than all in {self.folder}: another machine "
+                "has continued this run; if that one has ended, start the same command again to go on from there, else "
+                "set checkpoint.storage to another address"
+            )
         stored = transfer.listing(self.address)
         transfer.remove([f"{self.address}/{RESULT}"] if RESULT in stored else [])
         self._sent = {name: sent for name, sent in self._sent.items() if stored.get(name) == sent.stored}

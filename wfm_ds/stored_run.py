@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wfm_ds import atomic, transfer
+from wfm_ds import atomic, traces, transfer
 from wfm_ds.checkpoint import remote, store
 from wfm_ds.errors import StorageError
 from wfm_ds.mirror import Mirror
@@ -114,14 +114,17 @@ def finish(recipe: Recipe, world: World, mirror: Mirror | None) -> Copies | None
     return copies
 
 
-def send_rest(recipe: Recipe, world: World) -> Copies | None:
-    """Of a run that has finished: what the storage did not take then, if its folder is here. Every rank calls it."""
+def send_rest(recipe: Recipe, world: World, done: int) -> Copies | None:
+    """Of a run that has finished with step `done`: what the storage did not take then, if its folder is here, and the
+    storage is not ahead of it. Every rank calls it. Raises StorageError and RecipeError."""
     folder = recipe.run.output_dir
     if recipe.checkpoint.storage is None or not world.broadcast((folder / RESULT).exists()):
         return None
     with contextlib.ExitStack() as held:
         world.checked(lambda: held.enter_context(locked(folder)), on="main")
         mirror = open_mirror(recipe, world)
+        if world.broadcast(world.checked(lambda: mirror is not None and _is_behind(folder, mirror, done), on="main")):
+            return None
         world.checked(lambda: mirror.start() if mirror is not None else None, on="main")
         copies = finish(recipe, world, mirror)
         if mirror is not None and copies is not None:
@@ -129,6 +132,16 @@ def send_rest(recipe: Recipe, world: World) -> Copies | None:
             atomic.write_text(folder / RESULT, json.dumps(result, indent=2) + "\n")
             send_result(mirror, copies)
     return copies
+
+
+def _is_behind(folder: Path, mirror: Mirror, done: int) -> bool:
+    """Whether another machine took the run further than this folder tells. Raises StorageError and RecipeError."""
+    newer = mirror.newer()
+    if newer is None and traces.in_folder(folder).done == done:
+        return False
+    last = done if newer is None else max(done, newer)
+    log.info("%s is ahead of this folder, with step %d: nothing is copied from %s", mirror.address, last, folder)
+    return True
 
 
 def send_result(mirror: Mirror, copies: Copies) -> None:

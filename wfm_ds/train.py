@@ -164,7 +164,7 @@ def prepare_and_train(
     if start.finished:
         where = folder if folder.exists() or recipe.checkpoint.storage is None else recipe.checkpoint.storage
         log.info("%s holds this run, finished with step %d: nothing to do", where, start.step)
-        ending.copies = send_rest(recipe, world)
+        ending.copies = send_rest(recipe, world, start.step)
         return Outcome("finished", start.step)
     world.checked(lambda: require_storage(recipe), on="main")
     data = world.checked(lambda: preflight(recipe, world.size))

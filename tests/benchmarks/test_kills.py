@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.forked import AtFile, AtTime, Ended
+from benchmarks.forked import AtFile, AtTime, Ended, is_legitimate
 from benchmarks.kills import STEPS, Run, StudyError, drawn, records
 from wfm_ds.checkpoint import store
 
@@ -86,6 +86,24 @@ def test_a_start_from_another_checkpoint_is_noticed(run, said, right):
         return
     with pytest.raises(StudyError, match="continued after the steps"):
         killed.require_right_start()
+
+
+@pytest.mark.parametrize(
+    ("codes", "moment", "legitimate"),
+    [
+        ((0, 0), None, True),
+        ((-9, -9), AtFile(0, 1), True),
+        ((0, -9), AtTime(1.0), True),
+        ((1, -9), AtTime(1.0), True),
+        ((0, -9), AtFile(0, 1), False),
+        ((0, 1), AtTime(1.0), False),
+        ((2, -9), AtTime(1.0), False),
+        ((-11, -9), AtTime(1.0), False),
+    ],
+)
+def test_ranks_end_alike_unless_a_time_was_drawn_at_which_some_had_left(codes, moment, legitimate):
+    assert is_legitimate(codes, moment) is legitimate
+    assert Ended(codes, 1.0, (0, 0)).killed is (-9 in codes)
 
 
 def test_half_of_the_instants_are_file_operations_that_a_run_does():

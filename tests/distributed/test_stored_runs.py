@@ -1,14 +1,16 @@
 """Runs that are copied to S3 and continued from there alone; a real server in this process, real ranks in others."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 import s3
 from distributed.resuming import STEPS, assert_equal_runs, settings, train_on_rank, weights
-from wfm_ds import transfer
-from wfm_ds.checkpoint import remote
+from wfm_ds import recipe_file, transfer
+from wfm_ds.checkpoint import remote, store
 from wfm_ds.data.digits import write_digits
+from wfm_ds.mirror import Mirror
 
 
 @pytest.fixture
@@ -115,3 +117,54 @@ def test_a_run_is_copied_and_continues_from_s3_alone(server, two_ranks, tiny_pip
     assert not (third / "fetched").exists()
     ours, theirs = weights(third, STEPS), weights(whole, STEPS)
     assert all(ours[name].equal(tensor) for name, tensor in theirs.items())
+
+
+def leave(folder, run, steps, **result):
+    """A folder as a run of these settings leaves it, with these checkpoints; the run is not over without a result."""
+    text = recipe_file.dump(recipe_file.load(Path(run["recipe"]), run["overrides"]))
+    files = {"recipe.yaml": text, "metrics.jsonl": '{"step": 1}\n' * max(steps)}
+    for step in steps:
+        marker = {"step": step, "world_size": 1, "facts": {"metrics_bytes": 12}, "files": {"recipe.yaml": len(text)}}
+        files[f"checkpoints/step_{step}/recipe.yaml"] = text
+        files[f"checkpoints/step_{step}/{store.COMPLETE}"] = json.dumps(marker)
+    if result:
+        files["result.json"] = json.dumps(result)
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+
+
+def copy(folder, address):
+    copies = Mirror(folder, address, keep=2)
+    copies.start()
+    assert copies.finish(60.0) == []
+    if (folder / "result.json").exists():
+        copies.send_result()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (((4, 5), {"status": "preempted", "step": 5}), ((6, 8), {"status": "finished", "step": 8})),
+        (((6, 8), {"status": "finished", "step": 8}), ((14, 16), {})),  # with run.steps=20
+    ],
+    ids=["preempted", "finished"],
+)
+def test_the_command_on_an_older_machine_leaves_the_storage_as_it_is(server, one_rank, tmp_path, old, new):
+    """Machine A ended; B continued from the storage, and further; the same command is then started on A again."""
+    address = f"s3://{s3.BUCKET}/{tmp_path.name}"
+    changes = [f"checkpoint.storage={address}", "checkpoint.keep=2", "run.steps=8"]
+    there = {"model": tmp_path / "model", "digits": tmp_path, "changes": changes}
+    runs = {name: settings("sft lora zero2", tmp_path / name, **there) for name in "AB"}
+    leave(tmp_path / "A", runs["A"], old[0], **old[1])
+    copy(tmp_path / "A", address)
+    leave(tmp_path / "B", runs["B"], new[0], **new[1])
+    transfer.remove([f"{address}/result.json"])
+    copy(tmp_path / "B", address)
+    before = {name: transfer.read_text(f"{address}/{name}") for name in transfer.listing(address)}
+    result = (tmp_path / "A" / "result.json").read_text()
+
+    [done] = one_rank.run(train_stored, url=server, **runs["A"])
+    assert done["status"] == "finished"
+    assert {name: transfer.read_text(f"{address}/{name}") for name in transfer.listing(address)} == before
+    assert (tmp_path / "A" / "result.json").read_text() == result

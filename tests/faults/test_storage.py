@@ -61,7 +61,8 @@ def test_a_run_outlives_its_storage_and_the_same_command_sends_the_rest(proxy, t
     assert remote.newest(f"{address}/checkpoints") is None
     assert any(name.startswith("checkpoints/") for name in transfer.listing(address))  # half of one
 
-    ended = command(**run)
+    # With all the time that a busy machine needs.
+    ended = command(run["recipe"], [*run["overrides"], "checkpoint.storage_timeout_s=60"])
     assert ended.returncode == 0, ended.stderr
     assert json.loads((out / "result.json").read_text())["storage"]["missing"] == []
     assert transfer.read_text(f"{address}/result.json") == (out / "result.json").read_text()

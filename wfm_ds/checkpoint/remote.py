@@ -51,13 +51,18 @@ def newest(root: str) -> RemoteCheckpoint | None:
     StorageError."""
     names = transfer.listing(root)
     for step in sorted(_steps(names), reverse=True):
-        folder = f"step_{step}/"
-        inside = {name.removeprefix(folder): size for name, size in names.items() if name.startswith(folder)}
-        found = _read(f"{root}/step_{step}", inside)
+        found = _read_step(root, step, names)
         if found is not None:
             return found
         log.warning("%s/step_%d is damaged or incomplete and is passed over", root, step)
     return None
+
+
+def _read_step(root: str, step: int, names: Mapping[str, int]) -> RemoteCheckpoint | None:
+    """`names`: what is below `root`, with sizes."""
+    folder = f"step_{step}/"
+    inside = {name.removeprefix(folder): size for name, size in names.items() if name.startswith(folder)}
+    return _read(f"{root}/step_{step}", inside)
 
 
 def _read(address: str, sizes: Mapping[str, int]) -> RemoteCheckpoint | None:
@@ -171,10 +176,12 @@ def publish(
 
 
 def prune(root: str, *, newest: int, keep: int) -> None:
-    """Remove all but the `keep` last complete checkpoints up to step `newest`. Raises StorageError."""
+    """Remove all but the `keep` last complete checkpoints up to step `newest`, which is the caller's own, and what is
+    not complete beyond it; a complete one beyond it is another run's, and stays. Raises StorageError."""
     names = transfer.listing(root)
     complete = {step for step in _steps(names) if f"step_{step}/{COMPLETE}" in names}
-    for step in _steps(names) - kept_steps(complete, newest=newest, keep=keep):
+    others = {step for step in complete if step > newest and _read_step(root, step, names) is not None}
+    for step in _steps(names) - kept_steps(complete, newest=newest, keep=keep) - others:
         inside = [name for name in names if name.startswith(f"step_{step}/")]
         first = sorted(inside, key=lambda name: not name.endswith(f"/{COMPLETE}"))
         transfer.remove(f"{root}/{name}" for name in first)

@@ -5,7 +5,7 @@
     checkpoints/LATEST             the name of the newest one, for people and scripts; nothing here reads it
 
 A folder without a COMPLETE that fits its files is no checkpoint: it is passed over, and replaced when its step comes
-again. All ranks share one file system.
+again; a step_N.tmp that a killed run left goes when the next save begins. All ranks share one file system.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 COMPLETE, LATEST = "COMPLETE", "LATEST"
+MAKING = ".tmp"  # ends the name of a folder that is being written
 STEP_FOLDER = re.compile(r"step_(0|[1-9][0-9]*)")
 
 
@@ -65,7 +66,7 @@ class Save:
         """
         self.root, self.step, self.world, self.facts = root, step, world, facts
         self.keep, self.spared = keep, spared
-        making = self.making = root / f"step_{step}.tmp"
+        making = self.making = root / f"step_{step}{MAKING}"
         world.checked(lambda: _writable(making, lambda: _begin(making)), on="main")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._share = self._thread.submit(_writable, making, lambda: _write_share(making, world.rank, write))
@@ -110,6 +111,16 @@ def _begin(making: Path) -> None:
     if making.exists():  # of a writer that was killed
         shutil.rmtree(making)
     making.mkdir(parents=True)
+    for entry in making.parent.iterdir():  # of others, which the next start may have left at another step
+        if entry != making and entry.suffix == MAKING and STEP_FOLDER.fullmatch(entry.stem):
+            _remove(entry)
+
+
+def _remove(folder: Path) -> None:
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:  # what is complete is safe; disk space is not worth a run
+        log.warning("%s could not be removed (%s)", folder, error)
 
 
 def _write_share(making: Path, rank: int, write: Callable[[Path], Sequence[Path]]) -> None:
@@ -205,7 +216,4 @@ def prune(root: Path, *, newest: int, keep: int, spared: Collection[int] = ()) -
     known = set(steps(root))
     kept = kept_steps(known, newest=newest, keep=keep) | {step for step in spared if step <= newest}
     for step in known - kept:
-        try:
-            shutil.rmtree(root / f"step_{step}")
-        except OSError as error:  # the new one is safe; disk space is not worth a run
-            log.warning("%s could not be removed (%s)", root / f"step_{step}", error)
+        _remove(root / f"step_{step}")
