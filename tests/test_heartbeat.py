@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -50,10 +51,10 @@ for line in sys.stdin:
         beating.stop()
         sys.exit(0)
     elif word == "fail":
-        say(verdict=beating.failed("ZeroDivisionError: x", is_victim=False))
+        say(verdict=beating.failed("ZeroDivisionError: x", is_victim=False).text)
         sys.exit(1)
     elif word == "victim":
-        say(verdict=beating.failed("RuntimeError: gloo", is_victim=True))
+        say(verdict=beating.failed("RuntimeError: gloo", is_victim=True).text)
         sys.exit(1)
 """
 PATIENT = {"silent_s": 600.0, "stuck_s": 600.0, "awake_s": 1.0}
@@ -191,11 +192,15 @@ def test_strangers_and_nonsense_are_shut_out():
     with socket.create_connection((HOST, roll.port), timeout=WAIT_S) as known:
         known.sendall(json.dumps({"token": roll.token, **hello}).encode() + b"\n")
         known.sendall(b'{"bye": true}\n')
+        until_s = time.monotonic() + WAIT_S
+        while 1 not in roll_call.members or roll_call.members[1].state != "done":
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
         ending = threading.Thread(target=roll.stop)
         ending.start()
         assert known.recv(100) == b'{"bye": true}\n'
     ending.join(WAIT_S)
-    assert roll_call.members[1].state == "done"
+    assert not ending.is_alive()
 
 
 def test_lines_are_put_together_and_limited():
@@ -227,8 +232,37 @@ def test_an_address_that_nobody_listens_on_is_a_users_error(monkeypatch):
 
 def test_a_foreign_address_is_listened_to_everywhere(caplog):
     with heartbeat.listen("192.0.2.1") as server:  # an address for documentation: nobody's
-        assert server.getsockname()[0] == "0.0.0.0"
+        assert server.getsockname()[0] in ("0.0.0.0", "::")
     assert "cannot listen on 192.0.2.1" in caplog.text
+
+
+def test_several_machines_reach_rank_0_where_its_own_name_is_a_loopback_address():
+    """127.0.1.1 stands for the address that rank 0 knows of itself, 127.0.0.1 for the one that others use."""
+    roll = Roll(RollCall(2, **PATIENT), "127.0.1.1", everywhere=True)
+    beating = Heartbeat((HOST, roll.port), roll.token, 1, on_end=print, moves=Moves())
+    beating.stop()
+    roll.stop()
+
+
+def test_a_verdict_ends_the_process_even_if_it_cannot_be_written(capfd):
+    def full_disk(verdict):
+        raise OSError(28, "No space left on device", verdict)
+
+    codes, ended = [], threading.Event()
+
+    def end(code):
+        codes.append(code)
+        ended.set()
+
+    roll = Roll(RollCall(2, **PATIENT), HOST)
+    Heartbeat((HOST, roll.port), roll.token, 1, on_end=full_disk, moves=Moves(), exit_process=end)
+    other = Heartbeat((HOST, roll.port), roll.token, 0, on_end=print, moves=Moves(), exit_process=print)
+    assert other.failed("ZeroDivisionError: x", is_victim=False).ranks == (0,)
+    assert ended.wait(WAIT_S)
+    other.stop()
+    roll.stop()
+    assert codes == [1]
+    assert "No space left on device" in capfd.readouterr().err
 
 
 def test_which_errors_are_those_of_an_exchange():

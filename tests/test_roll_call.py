@@ -11,7 +11,7 @@ SILENT_S, STUCK_S, AWAKE_S = 45.0, 600.0, 10.0
 
 @pytest.fixture
 def roll():
-    """Three ranks that joined at second 0 and have begun one thing. These histories skip time in which nothing comes."""
+    """Three ranks that joined at second 0 and have begun one thing; these histories skip hours."""
     return joined(awake_s=math.inf)
 
 
@@ -126,3 +126,33 @@ def test_a_suspension_is_no_time_without_progress():
         assert roll.verdict(now_s) is None
     beats(roll, 9591.0, {0: 1, 1: 1, 2: 1})
     assert roll.verdict(9591.0).stuck
+
+
+def test_who_does_not_come_to_an_exchange_that_others_give_up_is_missing(roll):
+    beats(roll, 1.0, {0: 7, 1: 6, 2: 7})
+    beats(roll, 60.0, {0: 7, 1: 6, 2: 7})
+    roll.failed(0, "RuntimeError: another rank did not come within 60 s", True, 61.0)
+    assert roll.verdict(61.0 + SETTLE_S) is None  # where the others are was heard before
+    beats(roll, 64.0, {1: 6, 2: 7})
+    verdict = roll.verdict(64.0)
+    assert (verdict.ranks, verdict.stuck) == ((1,), True)
+    assert verdict.text == (
+        "rank 1 (process 101 on node-1) is missing: at a forward, and rank 0 (process 100 on node-0) failed waiting: "
+        "RuntimeError: another rank did not come within 60 s"
+    )
+
+
+def test_a_victim_with_others_beside_it_is_the_one_to_name(roll):
+    beats(roll, 1.0, {0: 7, 1: 7, 2: 7})
+    roll.failed(0, "RuntimeError: NCCL error", True, 2.0)
+    beats(roll, 5.0, {1: 7, 2: 7})
+    assert roll.verdict(5.0).text.startswith("rank 0 (process 100 on node-0) failed: RuntimeError: NCCL error")
+
+
+def test_a_victim_waits_for_the_silence_of_a_lost_machine(roll):
+    beats(roll, 1.0, {0: 7, 1: 7, 2: 7})
+    roll.failed(0, "RuntimeError: timed out", True, 20.0)
+    beats(roll, 40.0, {2: 7})
+    assert roll.verdict(40.0) is None
+    beats(roll, 47.0, {2: 7})
+    assert roll.verdict(47.0).ranks == (1,)

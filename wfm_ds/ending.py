@@ -6,6 +6,8 @@ import dataclasses
 import datetime
 import logging
 import os
+import threading
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +42,7 @@ class Ending:
         self.loop: RlTrainer | SftTrainer | None = None  # once it runs
         self.exporter: Exporter | None = None
         self.heartbeat: Heartbeat | None = None  # of a run of several ranks
+        self._recording, self._is_recorded = threading.Lock(), False  # the heartbeat's thread may come with a verdict
         self.mirror: Mirror | None = None  # rank 0's, of a run that is copied to a storage
         self.copies: Copies | None = None  # once the run has waited for them
         self.error_code = 1  # of a run that was ended by an error, its user's or not
@@ -83,8 +86,10 @@ class Ending:
         message, is_victim = f"{type(error).__name__}: {error}", is_broken_exchange(error)
         verdict = self.heartbeat.failed(message, is_victim=is_victim) if self.heartbeat is not None else None
         if verdict is not None and is_victim:
-            self.judged(verdict)
+            self.judged(verdict.text)
             log.error("rank %d saw it as %s", self.world.rank, message)
+            if self.world.rank in verdict.ranks:  # the exchange broke here
+                traceback.print_exception(error)
             return True
         self._record_failure(message)
         return False
@@ -106,10 +111,21 @@ class Ending:
 
         if self.start is None or not self.world.is_main:
             return
+<<<<<<< HEAD
         if self.loop is not None:
             self._write("failed", self.loop.step, self.loop.metrics, message)
         elif self.start.checkpoint is None:
             clear_run(self.folder, keep=[REWARD, ROLLOUT])  # their logs may be what the message is about
+=======
+        with self._recording:
+            if self._is_recorded:
+                return
+            self._is_recorded = True
+            if self.loop is not None:
+                self._write("failed", self.loop.step, self.loop.metrics, message)
+            elif self.start.checkpoint is None:
+                clear_run(self.folder, keep=[REWARD])  # its log may be what the message is about
+>>>>>>> wfh
 
     def _write(self, status: str, step: int, metrics: Mapping[str, float], message: str) -> None:
         from wfm_ds.result import write_result

@@ -5,8 +5,9 @@ fault it was. A thread of rank 0 keeps the roll (roll_call.py); a thread of ever
 killed process closes its connection and is known at once; a stopped one, or a machine that lost power, after SILENT_S.
 The verdict goes to all ranks, and each ends with exit code 1.
 
-It listens on the address of rank 0 that the launcher gave (MASTER_ADDR), on a free port, and believes only peers that
-bring the token which the ranks got over their own group.
+It listens on a free port, and believes only peers that bring the token which the ranks got over their own group. On one
+machine it listens on the address of rank 0 that the launcher gave (MASTER_ADDR); for several on all addresses, since a
+machine may know itself under one that no other reaches (Debian has its own name as 127.0.1.1 in /etc/hosts).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import select
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -75,13 +77,14 @@ class Line:
 class Roll:
     """Rank 0's side: a thread that hears all ranks, judges, and tells them."""
 
-    def __init__(self, roll_call: RollCall, host: str) -> None:
+    def __init__(self, roll_call: RollCall, host: str, *, everywhere: bool = False) -> None:
+        """everywhere: listen on all addresses, not on this one alone."""
         self.token = secrets.token_hex(16)
         self._roll_call = roll_call
         self._lines: dict[int, Line] = {}  # by rank
         self._strangers: list[Line] = []  # connected, no token yet
         self._stopping = threading.Event()
-        self._server = listen(host)
+        self._server = listen_everywhere() if everywhere else listen(host)
         self.port: int = self._server.getsockname()[1]
         self._thread = threading.Thread(target=self._serve, name="roll-call", daemon=True)
         self._thread.start()
@@ -128,11 +131,12 @@ class Roll:
         if self._server in readable:
             with contextlib.suppress(OSError):  # it may have gone again
                 self._strangers.append(Line(self._server.accept()[0]))
-        for line in [line for line in self._strangers if line.sock in readable]:
-            self._welcome(line)
         for rank, line in list(self._lines.items()):
             if line.sock in readable:
                 self._attend(rank, line)
+        # Last: who is welcomed has been read from, and another read might wait for ever.
+        for line in [line for line in self._strangers if line.sock in readable]:
+            self._welcome(line)
 
     def _sockets(self) -> Iterator[socket.socket]:
         yield from (line.sock for line in (*self._strangers, *self._lines.values()))
@@ -175,7 +179,14 @@ def listen(host: str) -> socket.socket:
         return socket.create_server((host, 0), backlog=1024)
     except OSError as error:
         log.warning("heartbeat: cannot listen on %s (%s), so on all addresses of this machine", host, error)
-        return socket.create_server(("", 0), backlog=1024)
+        return listen_everywhere()
+
+
+def listen_everywhere() -> socket.socket:
+    """On a free port of all addresses. The token shuts out whom it does not concern."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=1024)
 
 
 def readable_of(sockets: list[socket.socket], timeout_s: float) -> set[socket.socket]:
@@ -239,17 +250,18 @@ class Heartbeat:
         if self.roll is not None:
             self.roll.stop()
 
-    def failed(self, words: str, *, is_victim: bool) -> str | None:
+    def failed(self, words: str, *, is_victim: bool) -> Verdict | None:
         """From the main thread, when it cannot go on: the verdict on the whole run; None if none comes in time.
 
         is_victim: an exchange with other ranks broke, so that another rank is likely to be the cause.
         """
         self._main_waits.set()
+        self._beat()  # how far it came
         self._line.send(failed=words, victim=is_victim)
         known = self._decided.wait(self._silent_s + EXIT_S)
         if self.roll is not None:
             self.roll.join()
-        return self._verdict.text if known and self._verdict is not None else None
+        return self._verdict if known else None
 
     def _run(self) -> None:
         heard_at_s = last_s = time.monotonic()
@@ -289,19 +301,27 @@ class Heartbeat:
         return Verdict((0,), f"rank 0 ({self._address[0]}) is gone: {words}")
 
     def _end(self, verdict: Verdict) -> None:
-        """Let the main thread end the process if it waits for that, else do it: it may hang for ever."""
+        """Let the main thread end the process if it waits for that, else do it: it may hang for ever, and so may what
+        on_end writes to."""
+        last_resort = threading.Timer(EXIT_S + FLUSH_S, self._exit, (1,))
+        last_resort.daemon = True
+        last_resort.start()
         self._verdict = verdict
         self._decided.set()
         self._line.close()
         if verdict.stuck and self.rank in verdict.ranks:
             faulthandler.dump_traceback(2, all_threads=True)  # where this rank hangs
         if not self._main_waits.is_set():
-            self._on_end(verdict.text)
+            try:
+                self._on_end(verdict.text)
+            except Exception:  # noqa: BLE001, whatever it is (a full disk, say), the process has to end
+                traceback.print_exc()
             if self.roll is not None:
                 self.roll.join()
             self._exit(1)
         elif not self._stopping.wait(EXIT_S):
             self._exit(1)
+        last_resort.cancel()
 
 
 def start(
@@ -311,16 +331,32 @@ def start(
 
     Raises UserError on all ranks if one of them cannot reach rank 0.
     """
+    from wfm_ds.world import ranks_per_node
+
     if world.size == 1:
         return None
     host = os.environ["MASTER_ADDR"]
     roll_call = RollCall(world.size, silent_s=SILENT_S, stuck_s=stuck_s, awake_s=2 * BEAT_S)
-    roll = Roll(roll_call, host) if world.is_main else None
+    everywhere = world.size > ranks_per_node(world.size)
+    roll = Roll(roll_call, host, everywhere=everywhere) if world.is_main else None
     port, token = world.broadcast([roll.port, roll.token] if roll is not None else None)
+<<<<<<< HEAD
     beating: Heartbeat = world.checked(
         lambda: Heartbeat((host, port), token, world.rank, on_end=on_end, roll=roll, exit_process=exit_process)
     )
     return beating
+=======
+    started: list[Heartbeat] = []
+    try:
+        world.checked(lambda: started.append(Heartbeat((host, port), token, world.rank, on_end=on_end, roll=roll)))
+    except UserError:  # of some rank: an end of all, which no heartbeat shall name otherwise
+        if started:
+            started[0].stop()
+        elif roll is not None:
+            roll.stop()
+        raise
+    return started[0]
+>>>>>>> wfh
 
 
 def is_broken_exchange(error: BaseException | None) -> bool:

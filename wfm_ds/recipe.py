@@ -366,8 +366,8 @@ class Recipe(Section):
             if getattr(reward, key) >= 60 * self.engine.timeout_minutes:
                 raise ValueError(
                     f"reward.{key} {getattr(reward, key):g} is not below engine.timeout_minutes "
-                    f"{self.engine.timeout_minutes:g} ({60 * self.engine.timeout_minutes:g} s), which would end the run "
-                    f"while it waits: raise timeout_minutes or lower {key}"
+                    f"{self.engine.timeout_minutes:g} ({60 * self.engine.timeout_minutes:g} s), which would end the "
+                    f"run while it waits: raise timeout_minutes or lower {key}"
                 )
 
     def _advantages_fit(self, algorithm: RlSettings) -> None:

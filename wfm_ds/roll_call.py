@@ -90,8 +90,14 @@ class RollCall:
             if now_s - member.heard_at_s > self.silent_s:
                 self.gone(member.rank, f"no sign of life for {now_s - member.heard_at_s:.0f} s", now_s)
         if self.ended_at_s is not None:
-            return self._blame_ended() if now_s - self.ended_at_s >= SETTLE_S else None
+            return self._blame_ended() if self._is_settled(now_s, self.ended_at_s) else None
         return self._blame_stuck(now_s)
+
+    def _is_settled(self, now_s: float, ended_at_s: float) -> bool:
+        """Who only has victims must know where the others are since: they beat, or are silent for too long."""
+        running, ended = self._in_state("runs"), [*self._in_state("gone"), *self._in_state("failed")]
+        is_known = not all(member.is_victim for member in ended) or all(m.heard_at_s > ended_at_s for m in running)
+        return is_known and now_s - ended_at_s >= SETTLE_S
 
     def _forgive_sleep(self, now_s: float) -> None:
         """What was heard since counts as heard now, not later."""
@@ -110,6 +116,16 @@ class RollCall:
             return Verdict(ranks(gone), f"{names(gone)} gone: {words}; last seen at {gone[0].doing}")
         failed = self._in_state("failed")
         first = next((member for member in failed if not member.is_victim), failed[0])
+        most = max(member.moves for member in failed)
+        behind = [member for member in self._in_state("runs") if member.moves < most]
+        if first.is_victim and behind:  # they did not come to what the others gave up
+            least = min(member.moves for member in behind)
+            last = [member for member in behind if member.moves == least]
+            return Verdict(
+                ranks(last),
+                f"{names(last)} missing: at {last[0].doing}, and {first.name()} failed waiting: {first.words}",
+                stuck=True,
+            )
         return Verdict((first.rank,), f"{first.name()} failed: {first.words}")
 
     def _blame_stuck(self, now_s: float) -> Verdict | None:

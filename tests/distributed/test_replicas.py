@@ -7,6 +7,7 @@ import torch
 from ranks import started
 from wfm_ds.errors import DataError, UserError
 from wfm_ds.guard import Guard
+from wfm_ds.moves import MOVES
 from wfm_ds.world import World
 
 
@@ -25,11 +26,14 @@ def collectives(sp):
     world = World.join().in_replicas(sp)
     of_leader = torch.arange(6.0).view(2, 3) + world.rank if world.is_leader else None
     own = np.full((2, 1), world.rank, np.uint8)
+    moves = MOVES.count
+    shared = world.share({"rank": world.rank})
+    assert MOVES.count == moves  # replicas share differently often, and moves are compared
     return {
         "replica_sums": world.replica_sums({"work": 10.0**world.rank})["work"],
         "sums": world.sums({"shards": 10.0**world.rank})["shards"],
         "replica_gather": world.replica_gather([world.rank]),
-        "share": world.share({"rank": world.rank}),
+        "share": shared,
         "share_tensor": world.share_tensor(of_leader),
         "arrays": [array.tolist() for array in world.replica_gather_arrays(own)] if world.is_leader else None,
         "leaders": world.checked(lambda: world.rank, on="leaders"),

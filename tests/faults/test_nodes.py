@@ -1,5 +1,6 @@
 """A run of two machines, both this one: a hostfile of two nodes, each started by its own command, as SLURM would."""
 
+import contextlib
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from wfm_ds.world import free_port
 ROOT = Path(__file__).parent.parent.parent
 WAIT_S = 300.0
 NUM_IMAGES = 40
-END_S = 60.0  # from the death of one node to the end of the other
+END_S = 120.0  # a deadline, no measure: from the death of one node to the end of the other
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +66,8 @@ class Nodes:
         for node, process in enumerate(self.processes):
             if process.poll() is None:
                 for part in self.of_node(node):
-                    part.kill()
+                    with contextlib.suppress(psutil.Error):  # it may have gone meanwhile
+                        part.kill()
             process.wait()
 
 
@@ -143,14 +145,15 @@ def test_sigterm_to_one_node_saves_and_ends_both(nodes, tmp_path):
 
 def test_a_rank_that_hangs_is_named_after_the_minutes_of_the_recipe(nodes, tmp_path):
     """It reads a file that never comes: its process lives and its heart beats."""
-    both = nodes(*ENDLESS, "engine.timeout_minutes=0.5", "validation.holdout=0")
+    both = nodes(*ENDLESS, "engine.timeout_minutes=1.5", "validation.holdout=0")
     both.wait_for(tmp_path / "out" / "checkpoints" / "step_2" / "COMPLETE")
     image = min((tmp_path / "digits" / "images").glob("*.png"))
     image.unlink()
     os.mkfifo(image)
     assert both.codes() == [1, 1], both.printed()
     (verdict,) = set(re.findall(r"the run ends: (rank [01] .*)", both.printed()))
-    assert re.match(r"rank [01] \(process \d+ on \S+\) is stuck: no progress for 3\d s at a reduction of .*", verdict)
+    assert re.match(r"rank [01] \(process \d+ on \S+\) is stuck: no progress for \d+ s at a reduction of .*", verdict)
+    assert 90 <= int(re.search(r"no progress for (\d+) s", verdict)[1]) < 250
     assert verdict.endswith("; the others are further and wait")
     assert "most recent call first" in both.printed()
 
