@@ -30,3 +30,5 @@ class RewardError(UserError):
 
 class RunError(RuntimeError):
     """The run cannot go on, through no fault of its recipe or data: exit code 1, with this one sentence."""
+
+    agreed = True  # it follows from what all ranks know

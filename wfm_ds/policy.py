@@ -158,12 +158,18 @@ class ShardedCopy:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """The module computes with this copy inside. Every rank enters and leaves together."""
+        """The module computes with this copy inside. Every rank enters and leaves together, by an agreed error too;
+        after one of its own a rank keeps this copy."""
         self.shards.install(self.flats)
+        together = True
         try:
             yield
+        except Exception as error:
+            together = getattr(error, "agreed", False)  # else the others are in another exchange
+            raise
         finally:
-            self.shards.install(self.shards.masters())  # the module's weights are the rounded masters: nothing to stash
+            if together:  # the module's weights are the rounded masters: nothing to stash
+                self.shards.install(self.shards.masters())
 
 
 def add_adapters(

@@ -184,8 +184,7 @@ def prepare_and_train(
         try:
             outcome = train(recipe, world, stop, model, data, endpoint, ending)
         except (RunError, UserError) as error:
-            together = isinstance(error, RunError) or error.agreed or world.size == 1
-            if together and ending.loop is not None:
+            if (error.agreed or world.size == 1) and ending.loop is not None:
                 ending.copies = finish(recipe, world, mirror)
             raise
         ending.copies = finish(recipe, world, mirror)
