@@ -111,12 +111,6 @@ class Ending:
 
         if self.start is None or not self.world.is_main:
             return
-<<<<<<< HEAD
-        if self.loop is not None:
-            self._write("failed", self.loop.step, self.loop.metrics, message)
-        elif self.start.checkpoint is None:
-            clear_run(self.folder, keep=[REWARD, ROLLOUT])  # their logs may be what the message is about
-=======
         with self._recording:
             if self._is_recorded:
                 return
@@ -124,8 +118,7 @@ class Ending:
             if self.loop is not None:
                 self._write("failed", self.loop.step, self.loop.metrics, message)
             elif self.start.checkpoint is None:
-                clear_run(self.folder, keep=[REWARD])  # its log may be what the message is about
->>>>>>> wfh
+                clear_run(self.folder, keep=[REWARD, ROLLOUT])  # their logs may be what the message is about
 
     def _write(self, status: str, step: int, metrics: Mapping[str, float], message: str) -> None:
         from wfm_ds.result import write_result

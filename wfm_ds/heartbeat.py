@@ -340,15 +340,13 @@ def start(
     everywhere = world.size > ranks_per_node(world.size)
     roll = Roll(roll_call, host, everywhere=everywhere) if world.is_main else None
     port, token = world.broadcast([roll.port, roll.token] if roll is not None else None)
-<<<<<<< HEAD
-    beating: Heartbeat = world.checked(
-        lambda: Heartbeat((host, port), token, world.rank, on_end=on_end, roll=roll, exit_process=exit_process)
-    )
-    return beating
-=======
     started: list[Heartbeat] = []
+
+    def join() -> None:
+        started.append(Heartbeat((host, port), token, world.rank, on_end=on_end, roll=roll, exit_process=exit_process))
+
     try:
-        world.checked(lambda: started.append(Heartbeat((host, port), token, world.rank, on_end=on_end, roll=roll)))
+        world.checked(join)
     except UserError:  # of some rank: an end of all, which no heartbeat shall name otherwise
         if started:
             started[0].stop()
@@ -356,7 +354,6 @@ def start(
             roll.stop()
         raise
     return started[0]
->>>>>>> wfh
 
 
 def is_broken_exchange(error: BaseException | None) -> bool:
