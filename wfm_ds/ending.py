@@ -77,7 +77,7 @@ class Ending:
         self.error_code = USER_ERROR
         verdict = self.heartbeat.failed(f"{LONE}{error}", is_victim=False) if self.heartbeat is not None else None
         self._record_failure(str(error))
-        return verdict is None or verdict.startswith(f"rank {self.world.rank} (")
+        return verdict is None or self.world.rank in verdict.ranks
 
     def unexpected(self, error: Exception) -> bool:
         """By an error of this rank, which ends all. Whether another rank is to blame, and was named."""
