@@ -141,6 +141,57 @@ def test_a_part_of_the_model_is_sent_once_and_copied_within_the_storage(server, 
         assert transfer.read_text(f"{address}/safetensors/step_{step}/vae.safetensors") == "unchanged"
 
 
+def test_a_part_whose_first_copy_was_removed_is_sent_again(server, proxy, folder, address):
+    part = write(folder, "safetensors/step_1/vae/model.safetensors", "weights" * 100)
+    other = folder / "safetensors/step_2/vae/model.safetensors"
+    other.parent.mkdir(parents=True)
+    other.hardlink_to(part)
+    copies = Mirror(folder, address, keep=2)
+    copies._send("safetensors/step_1/vae/model.safetensors")
+    server[1].delete_object(Bucket=s3.BUCKET, Key=key(address, "safetensors/step_1/vae/model.safetensors"))
+    copies._send("safetensors/step_2/vae/model.safetensors")
+    assert transfer.read_text(f"{address}/safetensors/step_2/vae/model.safetensors") == "weights" * 100
+
+
+def test_a_file_that_fails_does_not_keep_the_others(proxy, folder, address, monkeypatch):
+    upload = transfer.upload
+
+    def refuse_one(path, target, **options):
+        if path.name == "0000.png":
+            raise StorageError("this one is not taken")
+        return upload(path, target, **options)
+
+    monkeypatch.setattr(transfer, "upload", refuse_one)
+    copies, missing = copied(folder, address, stall_s=3)
+    assert missing == ["samples/step_0/0000.png"]
+    assert copies.failure == "this one is not taken"
+    assert "logs/rank_0.log" in transfer.listing(address)
+
+
+def test_what_is_sent_again_and_again_does_not_keep_the_run_waiting(proxy, folder, address, monkeypatch):
+    put = transfer.put
+
+    def refuse_markers(content, target):
+        if target.endswith(store.COMPLETE):
+            raise StorageError("no markers here")
+        put(content, target)
+
+    monkeypatch.setattr(transfer, "put", refuse_markers)
+    monkeypatch.setattr(mirror, "FIRST_RETRY_S", 0.1)
+    monkeypatch.setattr(mirror, "LAST_RETRY_S", 0.1)
+    copies, missing = copied(folder, address, stall_s=3)  # each try sends the whole checkpoint, and takes less than 3 s
+    assert "checkpoints/step_1" in missing
+    assert copies.failure == "no markers here"
+
+
+def test_a_checkpoint_without_its_metrics_is_not_sent(proxy, folder, address):
+    (folder / "metrics.jsonl").unlink()
+    copies, missing = copied(folder, address, stall_s=3)
+    assert "checkpoints/step_1" in missing
+    assert "metrics.jsonl is missing" in copies.failure
+    assert remote.newest(f"{address}/checkpoints") is None
+
+
 def test_older_checkpoints_go_when_a_newer_one_is_there(proxy, folder, address):
     copied(folder, address, keep=1)
     copies = Mirror(folder, address, keep=1)

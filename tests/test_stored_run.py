@@ -9,8 +9,9 @@ from wfm_ds import convert, doctor_recipe, output, recipe_file, transfer
 from wfm_ds.checkpoint import remote, store
 from wfm_ds.derived import derive
 from wfm_ds.errors import RecipeError, StorageError
+from wfm_ds.mirror import Mirror
 from wfm_ds.output import Start, find_start
-from wfm_ds.stored_run import Copies
+from wfm_ds.stored_run import Copies, send_result
 
 WORLD = 2
 
@@ -177,3 +178,14 @@ def test_what_is_missing_is_one_sentence(tmp_path):
         "s3://b/run has not got all of this run (it is gone): samples/step_0/0000.png, samples/step_1/0000.png, "
         f"samples/step_2/0000.png and 2 more are in {tmp_path} alone; start the same command again to copy them"
     )
+
+
+def test_a_result_that_the_storage_does_not_take_is_missing(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise StorageError("the quota is used up")
+
+    (tmp_path / "result.json").write_text("{}")
+    monkeypatch.setattr(transfer, "upload", refuse)
+    copies = Copies(address="s3://bucket/run", missing=[], reason="")
+    sent = send_result(Mirror(tmp_path, copies.address, keep=2), copies)
+    assert (sent.missing, sent.reason) == (["result.json"], "the quota is used up")

@@ -125,15 +125,22 @@ class Ending:
         from wfm_ds.stored_run import send_result
 
         artifacts = self.exporter.artifacts if self.exporter is not None else {}
-        write_result(
-            self.folder,
-            status=status,
-            step=step,
-            metrics=metrics,
-            artifacts=artifacts,
-            started=self.started,
-            message=message,
-            storage=None if self.copies is None else dataclasses.asdict(self.copies),
-        )
+
+        def write() -> None:
+            write_result(
+                self.folder,
+                status=status,
+                step=step,
+                metrics=metrics,
+                artifacts=artifacts,
+                started=self.started,
+                message=message,
+                storage=None if self.copies is None else dataclasses.asdict(self.copies),
+            )
+
+        write()
         if self.mirror is not None and self.copies is not None:
-            send_result(self.mirror, self.copies)
+            sent = send_result(self.mirror, self.copies)
+            if sent != self.copies:
+                self.copies = sent
+                write()

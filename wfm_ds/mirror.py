@@ -54,6 +54,8 @@ class Mirror:
         self._wakeup, self._changed = threading.Event(), threading.Condition()
         self._asked, self._done = 0, 0  # passes that somebody waits for, by number
         self._moved_at = time.monotonic()
+        self._attempt, self._furthest = 0, 0  # bytes of this pass since a name was new in the storage, and of any such
+        self._arrived: set[str] = set()  # names that have come since somebody waits
         self._closed, self._failure = False, ""
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
 
@@ -116,11 +118,12 @@ class Mirror:
         return [step for step in self._steps() if step > verified]
 
     def finish(self, stall_s: float) -> list[str]:
-        """Wait until the storage has everything, and end; no longer than it takes nothing for `stall_s`. Returns the
-        names that it has not."""
+        """Wait until the storage has everything, and end; no longer than it takes nothing new for `stall_s`: what is
+        sent once more after a failure does not count. Returns the names that it has not."""
         with self._changed:
             self._asked += 1
             asked, self._moved_at = self._asked, time.monotonic()
+            self._attempt, self._furthest, self._arrived = 0, 0, set()
             self._wakeup.set()
             while self._done < asked and (left := self._moved_at + stall_s - time.monotonic()) > 0:
                 self._changed.wait(left)
@@ -182,15 +185,33 @@ class Mirror:
 
     def _pass(self) -> None:
         """Send everything that the storage has not. Raises StorageError and OSError."""
+        self._attempt = 0
         try:
             while unsent := self._unsent_steps():
                 with contextlib.suppress(FileNotFoundError):  # pruned: it is not among them any more
                     self._send_checkpoint(max(unsent))
-            for name in self._unsent():
-                with contextlib.suppress(FileNotFoundError):  # replaced or removed: the next look finds what is there
-                    self._send(name)
+            self._send_files()
         finally:
             self._note()
+
+    def _send_files(self) -> None:
+        """All but checkpoints. One that fails does not keep the others; if two in a row do, it is not their fault.
+        Raises the first StorageError."""
+        first, before = None, None
+        for name in self._unsent():
+            error = None
+            try:
+                self._send(name)
+            except FileNotFoundError:  # replaced or removed: the next look finds what is there
+                continue
+            except StorageError as failure:
+                error, first = failure, first or failure
+                self._failed(str(failure))
+            if error is not None and before is not None:
+                break
+            before = error
+        if first is not None:
+            raise first
 
     def _send_checkpoint(self, step: int) -> None:
         began, path = time.monotonic(), self.folder / CHECKPOINTS / f"step_{step}"
@@ -200,6 +221,10 @@ class Mirror:
 
         def metrics() -> None:  # a checkpoint counts on so many bytes of them
             for name in (RECIPE, METRICS):
+                if not (self.folder / name).exists():
+                    raise StorageError(
+                        f"{self.folder / name} is missing, and no run goes on from a checkpoint without it"
+                    )
                 self._send(name)
 
         root = f"{self.address}/{CHECKPOINTS}"
@@ -214,25 +239,48 @@ class Mirror:
     def _send(self, name: str) -> None:
         local, target = self._stat(name), f"{self.address}/{name}"
         identity = (local.st_dev, local.st_ino, local.st_size, local.st_mtime_ns)
-        if local.st_nlink > 1 and identity in self._copied:  # an unchanged part of the model, in each full export
-            transfer.copy_within(self._copied[identity], target, local.st_size)
-            self._moved(local.st_size)
-        else:
+        known = self._copied.get(identity) if local.st_nlink > 1 else None  # of the model, as in other full exports
+        if known is None or not self._copy_within(known, target, local.st_size):
             transfer.upload(self.folder / name, target, size=local.st_size, moved=self._moved)
             if local.st_nlink > 1:
                 self._copied[identity] = target
-        self._sent[name] = Sent(local.st_size, local.st_mtime_ns, local.st_size)
+        self._keep(name, Sent(local.st_size, local.st_mtime_ns, local.st_size))
+
+    def _copy_within(self, source: str, target: str, size: int) -> bool:
+        """Whether the storage made it of an object of its own, which somebody may have removed."""
+        try:
+            transfer.copy_within(source, target, size)
+        except StorageError as error:
+            log.info("%s: the file is sent instead", error)
+            return False
+        self._moved(size)
+        return True
 
     def _keep_note_of(self, name: str, stored: int) -> None:
         local = self._stat(name)
-        self._sent[name] = Sent(local.st_size, local.st_mtime_ns, stored)
+        self._keep(name, Sent(local.st_size, local.st_mtime_ns, stored))
+
+    def _keep(self, name: str, sent: Sent) -> None:
+        """The storage has this file."""
+        with self._changed:
+            self._sent[name] = sent
+            if name not in self._arrived:
+                self._arrived.add(name)
+                self._attempt = self._furthest = 0
+                self._progress()
 
     def _moved(self, num_bytes: int) -> None:
         if self._closed:
             raise _ClosedError
         with self._changed:
-            self._moved_at = time.monotonic()
-            self._changed.notify_all()
+            self._attempt += num_bytes
+            if self._attempt > self._furthest:
+                self._furthest = self._attempt
+                self._progress()
+
+    def _progress(self) -> None:
+        self._moved_at = time.monotonic()
+        self._changed.notify_all()
 
     # ---- what is there
 

@@ -128,10 +128,17 @@ def send_rest(recipe: Recipe, world: World, done: int) -> Copies | None:
         world.checked(lambda: mirror.start() if mirror is not None else None, on="main")
         copies = finish(recipe, world, mirror)
         if mirror is not None and copies is not None:
-            result = json.loads((folder / RESULT).read_text(encoding="utf-8")) | {"storage": dataclasses.asdict(copies)}
-            atomic.write_text(folder / RESULT, json.dumps(result, indent=2) + "\n")
-            send_result(mirror, copies)
+            _write_copies(folder, copies)
+            sent = send_result(mirror, copies)
+            if sent != copies:
+                _write_copies(folder, sent)
+            copies = sent
     return copies
+
+
+def _write_copies(folder: Path, copies: Copies) -> None:
+    result = json.loads((folder / RESULT).read_text(encoding="utf-8")) | {"storage": dataclasses.asdict(copies)}
+    atomic.write_text(folder / RESULT, json.dumps(result, indent=2) + "\n")
 
 
 def _is_behind(folder: Path, mirror: Mirror, done: int) -> bool:
@@ -144,11 +151,13 @@ def _is_behind(folder: Path, mirror: Mirror, done: int) -> bool:
     return True
 
 
-def send_result(mirror: Mirror, copies: Copies) -> None:
-    """result.json, the last of a run's files, if the storage took the others."""
+def send_result(mirror: Mirror, copies: Copies) -> Copies:
+    """result.json, the last of a run's files, if the storage took the others; what became of the copies then."""
     if copies.missing:
-        return
+        return copies
     try:
         mirror.send_result()
-    except StorageError as error:
-        log.error("%s: %s lacks result.json alone", error, copies.address)
+    except (StorageError, OSError) as error:
+        log.error("%s: %s lacks %s alone; start the same command again to copy it", error, copies.address, RESULT)
+        return dataclasses.replace(copies, missing=[RESULT], reason=str(error))
+    return copies
