@@ -9,6 +9,7 @@ KILLS = 2  # of each of nine cases; docs/reliability.md has more
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_whose_ranks_are_killed_at_any_instant_ends_as_if_it_had_been_left_alone(root):
     words = ["--kills", str(KILLS), "--seed", "8", "--no-write"]
     done = subprocess.run([sys.executable, "-m", "benchmarks.kills", *words], cwd=root, capture_output=True, text=True)

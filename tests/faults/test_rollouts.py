@@ -19,7 +19,7 @@ from distributed.same_runs import assert_same_runs
 ROOT = Path(__file__).parent.parent.parent
 PROBES = ROOT / "tests" / "reward"
 PATIENCE_S = 300  # a busy machine is no failure
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ def command(recipe, overrides):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_outlives_its_storage_and_the_same_command_sends_the_rest(proxy, tiny_pipelines, tmp_path):
     out, address = tmp_path / "out", f"s3://{s3.BUCKET}/run"
     write_digits(tmp_path / "digits")
@@ -71,6 +72,7 @@ def test_a_run_outlives_its_storage_and_the_same_command_sends_the_rest(proxy, t
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_storage_that_refuses_ends_the_run_before_it_begins(proxy, tiny_pipelines, tmp_path):
     out = tmp_path / "out"
     write_digits(tmp_path / "digits")
