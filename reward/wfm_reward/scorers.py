@@ -139,7 +139,9 @@ class Scorers:
         for scorer in self._scorers:
             if scorer.process is not None and now_s >= scorer.kill_at_s:
                 log.error("%s neither works nor ends (pid %d): killed", scorer.name, scorer.process.pid)
-                _end(scorer.process)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(scorer.process.pid, signal.SIGKILL)
+                scorer.process.wait()
             if scorer.process is not None and scorer.process.poll() is not None:
                 self._bury(scorer, now_s)
             if scorer.process is None and scorer.reward not in self.down and now_s >= scorer.start_at_s:
@@ -163,7 +165,7 @@ class Scorers:
         assert scorer.process is not None
         assert scorer.process.stdout is not None
         line = scorer.process.stdout.readline()
-        if not line:  # it has closed its stdout: it ends
+        if not line.endswith(b"\n"):  # it has closed its stdout, perhaps in the middle of a line: it ends
             self.selector.unregister(scorer.process.stdout)
             return
         status = json.loads(line)
