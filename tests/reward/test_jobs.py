@@ -126,12 +126,14 @@ def test_after_its_deadline_a_job_keeps_what_is_scored_and_waits_for_no_worker(t
 
 
 def test_a_video_that_is_decoded_too_late_is_removed(tmp_path):
-    begun, go_on, path = threading.Event(), threading.Event(), tmp_path / "late.npy"
+    begun, go_on, written = threading.Event(), threading.Event(), threading.Event()
+    path = tmp_path / "late.npy"
 
     def handle(task, _):
         begun.set()
         go_on.wait(DEADLINE_S)
         path.touch()
+        written.set()
         return {"videos": [(str(path), None, {})]}
 
     async def use(jobs, room):
@@ -141,7 +143,7 @@ def test_a_video_that_is_decoded_too_late_is_removed(tmp_path):
         await job.results["mean"].done.wait()
         assert job.results["mean"].rows == [(None, "deadline", {})]
         go_on.set()
-        await until(path.exists)
+        assert await asyncio.to_thread(written.wait, DEADLINE_S)
         await until(lambda: not path.exists())
 
     with a_hub(tmp_path, handle, "decode:16") as hub:
