@@ -286,6 +286,7 @@ def test_the_words_of_a_worker_that_has_ended_meanwhile_are_read(tmp_path):
     """The supervisor was held up: the worker is dead before its status is looked at."""
     name = "probe_rewards:CannotLoad"
     hub = Hub(clients=f"ipc://{tmp_path}/c", workers=f"ipc://{tmp_path}/w", kinds={})
+    hub.start()
     with selectors.DefaultSelector() as selector:
         pool = scorers.Scorers(hub, {name: scorers.scorer(name, RewardConfig())}, selector)
         try:
@@ -296,6 +297,7 @@ def test_the_words_of_a_worker_that_has_ended_meanwhile_are_read(tmp_path):
                 pool.tend(1.0)
         finally:
             pool.stop()
+            hub.stop(0.0)
 
 
 def test_an_address_on_the_network_is_refused(tmp_path):
