@@ -278,6 +278,7 @@ RUN_BY = {
     "wfm_ds.sampling.shapes": "algorithms/test_diffusion_nft.py",
     "wfm_ds.ulysses.attention": "distributed/test_ulysses.py",
     "wfm_ds.ulysses.base": "distributed/test_ulysses.py",
+    "wfm_ds.ulysses.lines": "distributed/test_ulysses.py",
     "wfm_ds.ulysses.sd3": "distributed/test_ulysses.py",
     "wfm_ds.validation": "distributed/test_runs.py",
     "wfm_kernels.checks": "kernels/test_sde_step.py",

@@ -1,13 +1,11 @@
 """SANA: whole rows of patches are shared; linear attention sums a state, the 3x3 convolution trades border rows.
 
-Splits, in diffusers' SanaTransformer2DModel: the output of `patch_embed`. Text attention (`attn2`) is local. Neither
-exchange grows with the number of tokens of a rank, and the number of heads is no limit.
+Splits, in diffusers' SanaTransformer2DModel: the output of `patch_embed`. Text attention (`attn2`) is local.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from diffusers import SanaTransformer2DModel
 from diffusers.models.attention_processor import SanaLinearAttnProcessor2_0
@@ -16,45 +14,9 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from wfm_ds.ulysses.attention import projected_out
-from wfm_ds.ulysses.base import SharedTokens, patches
+from wfm_ds.ulysses.base import patches
 from wfm_ds.ulysses.exchange import shares, sum_over_ranks
-from wfm_ds.ulysses.hooks import change_arguments, trade_lines
-
-EPS = 1e-15  # of the stock processors
-
-
-class Sana(SharedTokens):
-    transformer = SanaTransformer2DModel
-    patch_embedding = "patch_embed"
-    exchanges_heads = False
-    unit = "rows of patches"
-    refused: ClassVar[Mapping[str, str]] = {
-        "attention_mask": "masks of self-attention",
-        "controlnet_block_samples": "ControlNet residuals",
-    }
-
-    def share_blocks(self, transformer: Any) -> None:
-        blocks = transformer.transformer_blocks
-        for block in blocks:
-            self.take_processor(block.attn1, SanaLinearAttnProcessor2_0)
-        for block in blocks:
-            block.attn1.set_processor(LinearAttention(self.group))
-            change_arguments(block, self.share_rows)
-            trade_lines(block.ff.conv_depth, self.group)
-
-    def token_shares(self, arguments: dict[str, Any]) -> list[int]:
-        height, width = patches(arguments["hidden_states"].shape[2:], [self.config.patch_size] * 2)
-        return [rows * width for rows in self.shares_of_rows(height)]
-
-    def share_rows(self, arguments: dict[str, Any]) -> None:
-        arguments["height"] = self.shares_of_rows(arguments["height"])[self.rank]
-
-    def shares_of_rows(self, height: int) -> list[int]:
-        return shares(height, self.num_ranks, self.unit)
-
-    @classmethod
-    def num_units(cls, grid: Sequence[int]) -> int:
-        return grid[0]
+from wfm_ds.ulysses.lines import EPS, SharedLines
 
 
 class LinearAttention:
@@ -81,3 +43,22 @@ class LinearAttention:
         numerator, denominator = (functional.relu(query) @ state).split_with_sizes([value.shape[-1], 1], -1)
         attended = (numerator / (denominator + EPS)).transpose(1, 2).flatten(2)
         return projected_out(attn, attended.to(hidden_states.dtype))
+
+
+class Sana(SharedLines):
+    transformer = SanaTransformer2DModel
+    patch_embedding = "patch_embed"
+    unit = "rows of patches"
+    stock_attention = SanaLinearAttnProcessor2_0
+    attention = LinearAttention
+    convolution = "conv_depth"
+
+    def token_shares(self, arguments: dict[str, Any]) -> list[int]:
+        height, width = patches(arguments["hidden_states"].shape[2:], [self.config.patch_size] * 2)
+        return [rows * width for rows in self.shares_of_rows(height)]
+
+    def share_lines(self, arguments: dict[str, Any]) -> None:
+        arguments["height"] = self.shares_of_rows(arguments["height"])[self.rank]
+
+    def shares_of_rows(self, height: int) -> list[int]:
+        return shares(height, self.num_ranks, self.unit)

@@ -2,13 +2,12 @@
 
 Splits, in diffusers' SanaVideoTransformer3DModel: the output of `patch_embedding`, the tables of the rotation, and
 `timestep` where there is one for each token (given frames). Text attention (`attn2`) and the 3x3 convolution within a
-frame are local. Neither exchange grows with the number of frames of a rank, and the number of heads is no limit.
+frame are local.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from diffusers import SanaVideoTransformer3DModel
@@ -18,55 +17,9 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from wfm_ds.ulysses.attention import projected_out, rotated
-from wfm_ds.ulysses.base import SharedTokens, patches
+from wfm_ds.ulysses.base import patches
 from wfm_ds.ulysses.exchange import own, shares, sum_over_ranks
-from wfm_ds.ulysses.hooks import change_arguments, trade_lines
-from wfm_ds.ulysses.sana import EPS
-
-
-class SanaVideo(SharedTokens):
-    transformer = SanaVideoTransformer3DModel
-    patch_embedding = "patch_embedding"
-    exchanges_heads = False
-    unit = "latent frames"
-    refused: ClassVar[Mapping[str, str]] = {
-        "attention_mask": "masks of self-attention",
-        "controlnet_block_samples": "ControlNet residuals",
-    }
-
-    def share_blocks(self, transformer: Any) -> None:
-        blocks = transformer.transformer_blocks
-        for block in blocks:
-            self.take_processor(block.attn1, SanaLinearAttnProcessor3_0)
-        for block in blocks:
-            block.attn1.set_processor(LinearAttention(self.group))
-            change_arguments(block, self.share_frames)
-            trade_lines(block.ff.conv_temp, self.group)
-
-    def token_shares(self, arguments: dict[str, Any]) -> list[int]:
-        frames, height, width = patches(arguments["hidden_states"].shape[2:], self.config.patch_size)
-        lengths = self.lengths_of(frames, height * width)
-        times = arguments["timestep"].reshape(len(arguments["hidden_states"]), -1)
-        if times.shape[1] > 1:  # one for each token
-            arguments["timestep"] = own(times, 1, lengths, self.group)
-        return lengths
-
-    def lengths_of(self, frames: int, per_frame: int) -> list[int]:
-        return [count * per_frame for count in shares(frames, self.num_ranks, self.unit)]
-
-    @classmethod
-    def num_units(cls, grid: Sequence[int]) -> int:
-        return grid[0]
-
-    def split(self, embedded: Tensor) -> Tensor:
-        """[B,C,T,h,w] -> [B,C,n], which the transformer goes on to flatten just the same."""
-        return self.own(embedded.flatten(2), 2)
-
-    def share_frames(self, arguments: dict[str, Any]) -> None:
-        per_frame = arguments["height"] * arguments["width"]
-        lengths = self.lengths_of(arguments["frames"], per_frame)
-        arguments["frames"] = lengths[self.rank] // per_frame
-        arguments["rotary_emb"] = tuple(own(table, 1, lengths, self.group) for table in arguments["rotary_emb"])
+from wfm_ds.ulysses.lines import EPS, SharedLines
 
 
 class LinearAttention:
@@ -101,3 +54,33 @@ class LinearAttention:
         inverse = 1 / (query.transpose(1, 2) @ norm.to(query.dtype) + EPS)  # [B,H,n,1]
         attended = (turned_query @ total * inverse).transpose(1, 2).flatten(2)
         return projected_out(attn, attended.to(hidden_states.dtype))
+
+
+class SanaVideo(SharedLines):
+    transformer = SanaVideoTransformer3DModel
+    patch_embedding = "patch_embedding"
+    unit = "latent frames"
+    stock_attention = SanaLinearAttnProcessor3_0
+    attention = LinearAttention
+    convolution = "conv_temp"
+
+    def token_shares(self, arguments: dict[str, Any]) -> list[int]:
+        frames, height, width = patches(arguments["hidden_states"].shape[2:], self.config.patch_size)
+        lengths = self.lengths_of(frames, height * width)
+        times = arguments["timestep"].reshape(len(arguments["hidden_states"]), -1)
+        if times.shape[1] > 1:  # one for each token
+            arguments["timestep"] = own(times, 1, lengths, self.group)
+        return lengths
+
+    def lengths_of(self, frames: int, per_frame: int) -> list[int]:
+        return [count * per_frame for count in shares(frames, self.num_ranks, self.unit)]
+
+    def split(self, embedded: Tensor) -> Tensor:
+        """[B,C,T,h,w] -> [B,C,n], which the transformer goes on to flatten just the same."""
+        return self.own(embedded.flatten(2), 2)
+
+    def share_lines(self, arguments: dict[str, Any]) -> None:
+        per_frame = arguments["height"] * arguments["width"]
+        lengths = self.lengths_of(arguments["frames"], per_frame)
+        arguments["frames"] = lengths[self.rank] // per_frame
+        arguments["rotary_emb"] = tuple(own(table, 1, lengths, self.group) for table in arguments["rotary_emb"])
