@@ -68,3 +68,25 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory):
 
     with started(2, tmp_path_factory.mktemp("two_ranks")) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="module")
+def s3_server():
+    """An S3 server for the tests of a file: its URL, and a client that writes past all proxies."""
+    import s3
+
+    with s3.s3_server() as made:
+        yield made
+
+
+@pytest.fixture
+def s3_proxy(s3_server, monkeypatch):
+    """What this test's s3:// addresses lead through, and what may fail there."""
+    import s3
+
+    for name in s3.VARIABLES:
+        monkeypatch.setenv(name, "")  # put back after the test
+    one = s3.FaultyProxy(s3_server[0])
+    s3.use(one.url)
+    yield one
+    one.close()

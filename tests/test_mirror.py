@@ -15,22 +15,6 @@ from wfm_ds.mirror import LEDGER, Mirror
 STALL_S = 60.0  # generous: the tests never wait for it
 
 
-@pytest.fixture(scope="module")
-def server():
-    with s3.s3_server() as (url, client):
-        yield url, client
-
-
-@pytest.fixture
-def proxy(server, monkeypatch):
-    for name in s3.VARIABLES:
-        monkeypatch.setenv(name, "")  # put back after the test
-    one = s3.FaultyProxy(server[0])
-    s3.use(one.url)
-    yield one
-    one.close()
-
-
 @pytest.fixture
 def address(request):
     return f"s3://{s3.BUCKET}/{request.node.name}"
@@ -72,7 +56,7 @@ def copied(folder, address, keep=2, stall_s=STALL_S):
     return one, one.finish(stall_s)
 
 
-def test_everything_of_the_run_and_nothing_else_arrives(proxy, folder, address):
+def test_everything_of_the_run_and_nothing_else_arrives(s3_proxy, folder, address):
     copies, missing = copied(folder, address)
     assert missing == []
     names = {
@@ -88,7 +72,7 @@ def test_everything_of_the_run_and_nothing_else_arrives(proxy, folder, address):
     assert found.sha256.keys() == {"state"}
 
 
-def test_a_checkpoint_returns_as_it_was(proxy, folder, address, tmp_path):
+def test_a_checkpoint_returns_as_it_was(s3_proxy, folder, address, tmp_path):
     copied(folder, address)
     again = tmp_path / "again"
     copies = Mirror(again, address, keep=2)
@@ -101,19 +85,19 @@ def test_a_checkpoint_returns_as_it_was(proxy, folder, address, tmp_path):
     assert copies.finish(STALL_S) == []
 
 
-def test_only_what_is_new_or_has_changed_is_sent_again(server, proxy, folder, address):
+def test_only_what_is_new_or_has_changed_is_sent_again(s3_server, s3_proxy, folder, address):
     copied(folder, address)
-    tags = {name: tag(server, address, name) for name in transfer.listing(address)}
+    tags = {name: tag(s3_server, address, name) for name in transfer.listing(address)}
     write(folder, "metrics.jsonl", '{"step": 1}\n{"step": 2}\n')
-    server[1].put_object(Bucket=s3.BUCKET, Key=key(address, "recipe.yaml"), Body=b"of the same size"[:8])
-    server[1].delete_object(Bucket=s3.BUCKET, Key=key(address, "logs/rank_0.log"))
+    s3_server[1].put_object(Bucket=s3.BUCKET, Key=key(address, "recipe.yaml"), Body=b"of the same size"[:8])
+    s3_server[1].delete_object(Bucket=s3.BUCKET, Key=key(address, "logs/rank_0.log"))
     copied(folder, address)
-    changed = {name for name in transfer.listing(address) if tag(server, address, name) != tags[name]}
+    changed = {name for name in transfer.listing(address) if tag(s3_server, address, name) != tags[name]}
     assert changed == {"metrics.jsonl", "recipe.yaml"}  # the latter by somebody else, as large as it was
     assert transfer.read_text(f"{address}/logs/rank_0.log") == "began\n"
     (folder / LEDGER).write_text("torn")
     copied(folder, address)
-    assert {name: tag(server, address, name) for name in tags if name != "metrics.jsonl"} == {
+    assert {name: tag(s3_server, address, name) for name in tags if name != "metrics.jsonl"} == {
         name: known for name, known in tags.items() if name != "metrics.jsonl"
     }
 
@@ -122,11 +106,11 @@ def key(address, name):
     return f"{address.removeprefix(f's3://{s3.BUCKET}/')}/{name}"
 
 
-def tag(server, address, name):
-    return server[1].head_object(Bucket=s3.BUCKET, Key=key(address, name))["ETag"]
+def tag(s3_server, address, name):
+    return s3_server[1].head_object(Bucket=s3.BUCKET, Key=key(address, name))["ETag"]
 
 
-def test_a_part_of_the_model_is_sent_once_and_copied_within_the_storage(server, proxy, folder, address, caplog):
+def test_a_part_of_the_model_is_sent_once_and_copied_within_the_storage(s3_server, s3_proxy, folder, address, caplog):
     part = write(folder, "base/vae.safetensors", "unchanged")
     for step in (1, 2):
         export = folder / "safetensors" / f"step_{step}"
@@ -136,24 +120,24 @@ def test_a_part_of_the_model_is_sent_once_and_copied_within_the_storage(server, 
         copied(folder, address)
     puts = [r.getMessage() for r in caplog.records if "PUT " in r.getMessage() and "vae" in r.getMessage()]
     assert len(puts) == 2
-    assert proxy.copies == 1
+    assert s3_proxy.copies == 1
     for step in (1, 2):
         assert transfer.read_text(f"{address}/safetensors/step_{step}/vae.safetensors") == "unchanged"
 
 
-def test_a_part_whose_first_copy_was_removed_is_sent_again(server, proxy, folder, address):
+def test_a_part_whose_first_copy_was_removed_is_sent_again(s3_server, s3_proxy, folder, address):
     part = write(folder, "safetensors/step_1/vae/model.safetensors", "weights" * 100)
     other = folder / "safetensors/step_2/vae/model.safetensors"
     other.parent.mkdir(parents=True)
     other.hardlink_to(part)
     copies = Mirror(folder, address, keep=2)
     copies._send("safetensors/step_1/vae/model.safetensors")
-    server[1].delete_object(Bucket=s3.BUCKET, Key=key(address, "safetensors/step_1/vae/model.safetensors"))
+    s3_server[1].delete_object(Bucket=s3.BUCKET, Key=key(address, "safetensors/step_1/vae/model.safetensors"))
     copies._send("safetensors/step_2/vae/model.safetensors")
     assert transfer.read_text(f"{address}/safetensors/step_2/vae/model.safetensors") == "weights" * 100
 
 
-def test_a_file_that_fails_does_not_keep_the_others(proxy, folder, address, monkeypatch):
+def test_a_file_that_fails_does_not_keep_the_others(s3_proxy, folder, address, monkeypatch):
     upload = transfer.upload
 
     def refuse_one(path, target, **options):
@@ -168,7 +152,7 @@ def test_a_file_that_fails_does_not_keep_the_others(proxy, folder, address, monk
     assert "logs/rank_0.log" in transfer.listing(address)
 
 
-def test_what_is_sent_again_and_again_does_not_keep_the_run_waiting(proxy, folder, address, monkeypatch):
+def test_what_is_sent_again_and_again_does_not_keep_the_run_waiting(s3_proxy, folder, address, monkeypatch):
     put = transfer.put
 
     def refuse_markers(content, target):
@@ -184,7 +168,7 @@ def test_what_is_sent_again_and_again_does_not_keep_the_run_waiting(proxy, folde
     assert copies.failure == "no markers here"
 
 
-def test_a_checkpoint_without_its_metrics_is_not_sent(proxy, folder, address):
+def test_a_checkpoint_without_its_metrics_is_not_sent(s3_proxy, folder, address):
     (folder / "metrics.jsonl").unlink()
     copies, missing = copied(folder, address, stall_s=3)
     assert "checkpoints/step_1" in missing
@@ -192,7 +176,7 @@ def test_a_checkpoint_without_its_metrics_is_not_sent(proxy, folder, address):
     assert remote.newest(f"{address}/checkpoints") is None
 
 
-def test_older_checkpoints_go_when_a_newer_one_is_there(proxy, folder, address):
+def test_older_checkpoints_go_when_a_newer_one_is_there(s3_proxy, folder, address):
     copied(folder, address, keep=1)
     copies = Mirror(folder, address, keep=1)
     checkpoint(folder, 2)
@@ -204,14 +188,14 @@ def test_older_checkpoints_go_when_a_newer_one_is_there(proxy, folder, address):
 
 
 @pytest.mark.parametrize("fault", ["upload_cuts", "errors", "flips"])
-def test_what_fails_for_a_while_is_sent_in_the_end(proxy, folder, address, fault, caplog, monkeypatch):
+def test_what_fails_for_a_while_is_sent_in_the_end(s3_proxy, folder, address, fault, caplog, monkeypatch):
     monkeypatch.setattr(transfer, "NUM_TRIES", 1)
     monkeypatch.setattr(mirror, "FIRST_RETRY_S", 0.01)
     checkpoint(folder, 2, size=50_000)
-    setattr(proxy, fault, 4)
+    setattr(s3_proxy, fault, 4)
     with caplog.at_level(logging.INFO, logger="wfm_ds"):
         assert copied(folder, address)[1] == []
-    assert proxy.num_failed == 4
+    assert s3_proxy.num_failed == 4
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1  # said once, however often it is tried
     assert "this is tried again, meanwhile nothing is removed from" in warnings[0]
@@ -220,24 +204,24 @@ def test_what_fails_for_a_while_is_sent_in_the_end(proxy, folder, address, fault
 
 
 def test_a_storage_that_goes_in_the_middle_keeps_its_last_complete_checkpoint(
-    proxy, folder, address, tmp_path, monkeypatch
+    s3_proxy, folder, address, tmp_path, monkeypatch
 ):
     copied(folder, address)
     monkeypatch.setattr(transfer, "NUM_TRIES", 1)
     checkpoint(folder, 2, size=50_000)
-    proxy.gone_at, proxy.pass_first = b"/checkpoints/step_2/", 1  # its COMPLETE does not arrive
+    s3_proxy.gone_at, s3_proxy.pass_first = b"/checkpoints/step_2/", 1  # its COMPLETE does not arrive
     copies, missing = copied(folder, address, stall_s=5.0)
     assert "checkpoints/step_2" in missing
     assert f"{address}/" in copies.failure
     assert list(copies.unverified()) == [2]
-    proxy.come_back()
+    s3_proxy.come_back()
     assert remote.newest(f"{address}/checkpoints").step == 1
     assert "checkpoints/step_2/state" in transfer.listing(address)
     assert copied(folder, address)[1] == []
     assert remote.newest(f"{address}/checkpoints").step == 2
 
 
-def test_a_checkpoint_is_replaced_as_a_whole(server, proxy, folder, address):
+def test_a_checkpoint_is_replaced_as_a_whole(s3_server, s3_proxy, folder, address):
     """Its first half must not stand beside the second half of another."""
     copied(folder, address)
     seen = []
@@ -252,27 +236,27 @@ def test_a_checkpoint_is_replaced_as_a_whole(server, proxy, folder, address):
 
 
 @pytest.mark.parametrize("damage", ["missing file", "shorter file", "torn COMPLETE"])
-def test_a_damaged_checkpoint_is_passed_over(server, proxy, folder, address, damage, caplog):
+def test_a_damaged_checkpoint_is_passed_over(s3_server, s3_proxy, folder, address, damage, caplog):
     checkpoint(folder, 2)
     copied(folder, address)
     name = {"torn COMPLETE": "COMPLETE"}.get(damage, "state")
     if damage == "missing file":
-        server[1].delete_object(Bucket=s3.BUCKET, Key=key(address, f"checkpoints/step_2/{name}"))
+        s3_server[1].delete_object(Bucket=s3.BUCKET, Key=key(address, f"checkpoints/step_2/{name}"))
     else:
-        server[1].put_object(Bucket=s3.BUCKET, Key=key(address, f"checkpoints/step_2/{name}"), Body=b"{")
+        s3_server[1].put_object(Bucket=s3.BUCKET, Key=key(address, f"checkpoints/step_2/{name}"), Body=b"{")
     assert remote.newest(f"{address}/checkpoints").step == 1
     assert "step_2 is damaged or incomplete and is passed over" in caplog.text
 
 
-def test_a_checkpoint_with_another_byte_is_refused_and_leaves_nothing(server, proxy, folder, address, tmp_path):
+def test_a_checkpoint_with_another_byte_is_refused_and_leaves_nothing(s3_server, s3_proxy, folder, address, tmp_path):
     copied(folder, address)
-    server[1].put_object(Bucket=s3.BUCKET, Key=key(address, "checkpoints/step_1/state"), Body=b"1" * 999 + b"2")
+    s3_server[1].put_object(Bucket=s3.BUCKET, Key=key(address, "checkpoints/step_1/state"), Body=b"1" * 999 + b"2")
     with pytest.raises(StorageError, match="is damaged: its SHA-256"):
         Mirror(tmp_path / "again", address, keep=2).fetch(f"{address}/checkpoints/step_1")
     assert store.newest(tmp_path / "again" / "checkpoints") is None
 
 
-def test_a_name_that_leads_out_of_the_checkpoint_is_refused(proxy, folder, address, tmp_path):
+def test_a_name_that_leads_out_of_the_checkpoint_is_refused(s3_proxy, folder, address, tmp_path):
     copied(folder, address)
     transfer.put(b"stray", f"{address}/stray")
     stray = dataclasses.replace(remote.newest(f"{address}/checkpoints"), files={"../../stray": 5})
@@ -281,14 +265,14 @@ def test_a_name_that_leads_out_of_the_checkpoint_is_refused(proxy, folder, addre
     assert not (tmp_path / "stray").exists()
 
 
-def test_clearing_removes_the_run_and_nothing_else(proxy, folder, address):
+def test_clearing_removes_the_run_and_nothing_else(s3_proxy, folder, address):
     copied(folder, address)
     transfer.put(b"somebody's", f"{address}/notes.txt")
     Mirror(folder, address, keep=2).clear()
     assert transfer.listing(address).keys() == {"notes.txt"}
 
 
-def test_a_storage_that_is_ahead_of_the_folder_is_not_touched(proxy, folder, address, tmp_path):
+def test_a_storage_that_is_ahead_of_the_folder_is_not_touched(s3_proxy, folder, address, tmp_path):
     ahead = tmp_path / "ahead"
     write(ahead, "recipe.yaml", "run: {}\n")
     write(ahead, "metrics.jsonl", '{"step": 3}\n')
@@ -302,10 +286,10 @@ def test_a_storage_that_is_ahead_of_the_folder_is_not_touched(proxy, folder, add
     assert transfer.listing(address) == before
 
 
-def test_pruning_spares_what_is_complete_beyond_the_own_newest_one(server, proxy, folder, address):
+def test_pruning_spares_what_is_complete_beyond_the_own_newest_one(s3_server, s3_proxy, folder, address):
     for step in (2, 3, 4):
         checkpoint(folder, step)
     copied(folder, address, keep=4)
-    server[1].delete_object(Bucket=s3.BUCKET, Key=key(address, "checkpoints/step_3/state"))
+    s3_server[1].delete_object(Bucket=s3.BUCKET, Key=key(address, "checkpoints/step_3/state"))
     remote.prune(f"{address}/checkpoints", newest=2, keep=1)
     assert {name.split("/")[1] for name in transfer.listing(address) if "checkpoints/" in name} == {"step_2", "step_4"}

@@ -16,17 +16,11 @@ from wfm_ds.stored_run import Copies, send_result
 WORLD = 2
 
 
-@pytest.fixture(scope="module")
-def server():
-    with s3.s3_server() as (url, client):
-        yield url, client
-
-
 @pytest.fixture(autouse=True)
-def credentials(server, monkeypatch):
+def credentials(s3_server, monkeypatch):
     for name in s3.VARIABLES:
         monkeypatch.setenv(name, "")  # put back after the test
-    s3.use(server[0])
+    s3.use(s3_server[0])
 
 
 @pytest.fixture

@@ -15,22 +15,6 @@ CONTENT = bytes(range(256)) * 1024
 ROOT = f"s3://{s3.BUCKET}/run"
 
 
-@pytest.fixture(scope="module")
-def server():
-    with s3.s3_server() as (url, client):
-        yield url, client
-
-
-@pytest.fixture
-def proxy(server, monkeypatch):
-    for name in s3.VARIABLES:
-        monkeypatch.setenv(name, "")  # put back after the test
-    one = s3.FaultyProxy(server[0])
-    s3.use(one.url)
-    yield one
-    one.close()
-
-
 @pytest.fixture
 def file(tmp_path):
     path = tmp_path / "file"
@@ -45,64 +29,64 @@ def small_parts(request, monkeypatch):
         monkeypatch.setattr(moto.s3.models, "S3_UPLOAD_PART_MIN_SIZE", 1)  # else 5 MiB, as in S3
 
 
-def stored(server, name):
-    return server[1].get_object(Bucket=s3.BUCKET, Key=f"run/{name}")["Body"].read()
+def stored(s3_server, name):
+    return s3_server[1].get_object(Bucket=s3.BUCKET, Key=f"run/{name}")["Body"].read()
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_what_arrives_is_what_was_sent_and_comes_back(server, proxy, file, tmp_path):
+def test_what_arrives_is_what_was_sent_and_comes_back(s3_server, s3_proxy, file, tmp_path):
     moved = []
     digest = transfer.upload(file, f"{ROOT}/file", moved=moved.append)
     assert digest == hashlib.sha256(CONTENT).hexdigest()
     assert sum(moved) == len(CONTENT)
-    assert stored(server, "file") == CONTENT
+    assert stored(s3_server, "file") == CONTENT
     transfer.download(f"{ROOT}/file", tmp_path / "back", size=len(CONTENT), sha256=digest)
     assert (tmp_path / "back").read_bytes() == CONTENT
-    assert proxy.num_failed == 0
+    assert s3_proxy.num_failed == 0
 
 
-def test_a_file_that_grows_is_sent_as_long_as_it_was(server, proxy, file):
+def test_a_file_that_grows_is_sent_as_long_as_it_was(s3_server, s3_proxy, file):
     assert transfer.upload(file, f"{ROOT}/log", size=1000) == hashlib.sha256(CONTENT[:1000]).hexdigest()
-    assert stored(server, "log") == CONTENT[:1000]
+    assert stored(s3_server, "log") == CONTENT[:1000]
     transfer.upload(file, f"{ROOT}/log", size=0)
-    assert stored(server, "log") == b""
+    assert stored(s3_server, "log") == b""
     with pytest.raises(OSError, match="became shorter"):
         transfer.upload(file, f"{ROOT}/log", size=len(CONTENT) + 1)
 
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("fault", ["upload_cuts", "errors"])
-def test_a_request_that_fails_is_tried_again(server, proxy, file, fault):
-    setattr(proxy, fault, 2)
+def test_a_request_that_fails_is_tried_again(s3_server, s3_proxy, file, fault):
+    setattr(s3_proxy, fault, 2)
     transfer.upload(file, f"{ROOT}/{fault}")
-    assert (proxy.num_failed, stored(server, fault)) == (2, CONTENT)
+    assert (s3_proxy.num_failed, stored(s3_server, fault)) == (2, CONTENT)
 
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("fault", ["upload_cuts", "errors", "flips"])
-def test_a_failed_upload_leaves_what_was_there_and_no_paid_for_parts(server, proxy, file, fault, monkeypatch):
+def test_a_failed_upload_leaves_what_was_there_and_no_paid_for_parts(s3_server, s3_proxy, file, fault, monkeypatch):
     monkeypatch.setattr(transfer, "NUM_TRIES", 1)
     transfer.put(b"before", f"{ROOT}/kept")
-    setattr(proxy, fault, 100)
+    setattr(s3_proxy, fault, 100)
     with pytest.raises(StorageError, match=rf"{ROOT}/kept "):
         transfer.upload(file, f"{ROOT}/kept")
-    setattr(proxy, fault, 0)
+    setattr(s3_proxy, fault, 0)
     if fault != "flips":
-        assert stored(server, "kept") == b"before"
-    assert "Uploads" not in server[1].list_multipart_uploads(Bucket=s3.BUCKET)
+        assert stored(s3_server, "kept") == b"before"
+    assert "Uploads" not in s3_server[1].list_multipart_uploads(Bucket=s3.BUCKET)
     transfer.upload(file, f"{ROOT}/kept")
-    assert stored(server, "kept") == CONTENT
+    assert stored(s3_server, "kept") == CONTENT
 
 
-def test_a_byte_that_changed_on_the_way_is_noticed(proxy, file):
-    proxy.flips = 1
+def test_a_byte_that_changed_on_the_way_is_noticed(s3_proxy, file):
+    s3_proxy.flips = 1
     with pytest.raises(StorageError, match="was damaged on its way: the storage has another MD5 than was sent"):
         transfer.upload(file, f"{ROOT}/flipped")
 
 
-def test_an_object_that_was_damaged_later_is_not_taken_up(server, proxy, file, tmp_path):
+def test_an_object_that_was_damaged_later_is_not_taken_up(s3_server, s3_proxy, file, tmp_path):
     digest = transfer.upload(file, f"{ROOT}/damaged")
-    server[1].put_object(Bucket=s3.BUCKET, Key="run/damaged", Body=CONTENT[::-1])
+    s3_server[1].put_object(Bucket=s3.BUCKET, Key="run/damaged", Body=CONTENT[::-1])
     (tmp_path / "back").write_bytes(b"before")
     with pytest.raises(StorageError, match="is damaged: its SHA-256"):
         transfer.download(f"{ROOT}/damaged", tmp_path / "back", size=len(CONTENT), sha256=digest)
@@ -113,28 +97,28 @@ def test_an_object_that_was_damaged_later_is_not_taken_up(server, proxy, file, t
         transfer.download(f"{ROOT}/nothing", tmp_path / "back", size=5)
 
 
-def test_names_texts_copies_and_removal(server, proxy):
+def test_names_texts_copies_and_removal(s3_server, s3_proxy):
     for number in range(3):
         transfer.put(b"text", f"{ROOT}/list/{number}/a")
     assert transfer.listing(f"{ROOT}/list") == {"0/a": 4, "1/a": 4, "2/a": 4}
     assert transfer.listing(f"{ROOT}/lis") == {}
     assert transfer.read_text(f"{ROOT}/list/0/a") == "text"
     transfer.copy_within(f"{ROOT}/list/0/a", f"{ROOT}/list/b", 4)
-    assert stored(server, "list/b") == b"text"
+    assert stored(s3_server, "list/b") == b"text"
     transfer.remove([f"{ROOT}/list/0/a", f"{ROOT}/list/nothing", f"{ROOT}/list/1/a"])
     assert sorted(transfer.listing(f"{ROOT}/list")) == ["2/a", "b"]
     with pytest.raises(FileNotFoundError):
         transfer.read_text(f"{ROOT}/list/0/a")
 
 
-def test_long_lists_are_read_to_their_end(proxy, monkeypatch):
+def test_long_lists_are_read_to_their_end(s3_proxy, monkeypatch):
     monkeypatch.setattr(transfer, "PAGE_KEYS", 2)
     for number in range(5):
         transfer.put(b"", f"{ROOT}/many/{number}")
     assert sorted(transfer.listing(f"{ROOT}/many")) == ["0", "1", "2", "3", "4"]
 
 
-def test_a_storage_is_writable_or_says_why_not(server, proxy, monkeypatch):
+def test_a_storage_is_writable_or_says_why_not(s3_server, s3_proxy, monkeypatch):
     transfer.require_writable(ROOT)
     assert [name for name in transfer.listing(ROOT) if ".wfm_ds" in name] == []
     with pytest.raises(StorageError, match=r"s3://nobodys/run/\.wfm_ds-\w+: there is no such bucket"):
@@ -147,7 +131,7 @@ def test_a_storage_is_writable_or_says_why_not(server, proxy, monkeypatch):
             transfer.require_writable(ROOT)
 
 
-def test_a_file_that_cannot_be_read_is_not_the_storages_fault(proxy, tmp_path):
+def test_a_file_that_cannot_be_read_is_not_the_storages_fault(s3_proxy, tmp_path):
     with pytest.raises(FileNotFoundError):
         transfer.upload(tmp_path / "nothing", f"{ROOT}/nothing")
     assert "nothing" not in transfer.listing(ROOT)
