@@ -158,7 +158,7 @@ class Scorers:
         """The hub says that a worker hangs. It has been told to end; one that is stopped is killed after a while."""
         for scorer in self._scorers:
             if scorer.worker == worker:
-                scorer.kill_at_s = now_s + STALL_GRACE_S
+                scorer.kill_at_s = min(scorer.kill_at_s, now_s + STALL_GRACE_S)
 
     def read_status(self, scorer: _Scorer) -> None:
         """The selector said that a process's status can be read. Raises RewardError if it could not load."""
