@@ -1,8 +1,9 @@
 """`python lease_worker.py ENDPOINT NAME JOURNAL [MODULE.NAME=VALUE ...]`: a worker process for the tests of pipes.
 
-A row {"i": i, "seconds": s} takes so long and gives {"i": i} and a tensor of i + 1 times i. It notes in JOURNAL when it
-begins and ends a task, leaves when its stdin is closed or with SIGTERM, and then prints how many reports the hub has
-not acknowledged. The words that follow set constants of wfm_ds.pipes.
+A row {"i": i, "seconds": s, "of": n} takes so long, in the worker of that name or (None) in all, and gives {"i": i} and
+a tensor of i + 1 times i. It notes in JOURNAL when it begins and ends a task, leaves when its stdin is closed or with
+SIGTERM, and then prints how many reports the hub has not acknowledged. The words that follow set constants of
+wfm_ds.pipes.
 """
 
 import importlib
@@ -31,7 +32,8 @@ def main(endpoint, name, journal, *constants):
     def handle(task, progress):
         note("begin", task)
         (row,) = task.rows
-        time.sleep(row["seconds"])
+        if row["of"] in (None, name):
+            time.sleep(row["seconds"])
         note("end", task)
         return Answer({"i": row["i"]}, [("x", np.full(row["i"] + 1, row["i"], np.int64))])
 

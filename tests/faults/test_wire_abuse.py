@@ -8,9 +8,8 @@ import shutil
 import socket
 import struct
 import threading
-import time
 import zlib
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import msgpack
@@ -20,6 +19,7 @@ import pytest
 import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
+from faults.processes import GIB, PATIENCE_S, modest, until
 from reward_http import TOKEN, Http, enqueue_body, serving
 from wfm_ds.errors import RewardError
 from wfm_ds.pipes.keys import new
@@ -30,8 +30,6 @@ from wfm_ds.types import MediaBatch
 
 PROBES = Path(__file__).parent.parent / "reward"
 BRIGHTNESS = "probe_rewards:Brightness"
-PATIENCE_S = 60.0
-MIB, GIB = 2**20, 2**30
 # A peer's part of the ZMTP 3.0 handshake without security: signature, version, mechanism; then READY.
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
@@ -62,16 +60,6 @@ def address(service):
 def connect(service):
     """A TCP connection to where clients are served."""
     return socket.create_connection(("127.0.0.1", int(address(service).rpartition(":")[2])), timeout=PATIENCE_S)
-
-
-def until(condition):
-    """What it returned, once that is true. Fails after PATIENCE_S."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    tick = threading.Event()
-    while not (value := condition()):
-        assert time.monotonic() < deadline_s, "it did not happen"
-        tick.wait(0.02)
-    return value
 
 
 class Bystander:
@@ -109,21 +97,6 @@ class Bystander:
             if score.value != pytest.approx(media.mean() / 255):
                 self.wrong.append(score)
             self.rounds += 1
-
-
-@contextmanager
-def modest(process):
-    """Meanwhile the process uses less than 64 MiB more of memory at any time, and reserves less than 1 GiB."""
-
-    def memory(name):
-        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
-
-    Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # VmHWM, the peak of VmRSS, begins anew
-    used, reserved = memory("VmRSS"), memory("VmSize")
-    yield
-    assert memory("VmHWM") - used < 64 * MIB
-    assert memory("VmPeak") - reserved < GIB
 
 
 def metric(service, name):
