@@ -205,6 +205,7 @@ one.stop(0.0)
 """
 
 
+@pytest.mark.slow
 def test_a_hub_that_was_stopped_does_not_take_its_peers_for_silent(stack, tmp_path):
     """What they said meanwhile is read later than the clock."""
     hub = subprocess.Popen([sys.executable, "-c", HUB, stack.folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
