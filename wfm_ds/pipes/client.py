@@ -21,14 +21,14 @@ import zmq
 from wfm_ds.pipes import wire
 from wfm_ds.pipes.keys import ClientKeys
 from wfm_ds.pipes.messages import HUB_TO_CLIENT
-from wfm_ds.pipes.sockets import Dealer, Full, Mailbox, PipeError, check_endpoint
+from wfm_ds.pipes.sockets import Dealer, Full, Mailbox, NotAllowed, PipeError, check_endpoint
 from wfm_ds.pipes.wire import Array, Buffer, Message, TensorSpec, WireError
 
 log = logging.getLogger(__name__)
 
 POLL_MS = 100
 ATTACH_S = 0.1  # between attempts to attach, and to find the hub's new address
-REOPEN_S = 1.0  # before a hub that has refused this client is tried again
+REFUSED_S = 5.0  # a hub that still refuses this client then is not waited for
 SINCE_S = 2.0  # between signs of life
 RESUBMIT_S = 2.0  # until accepted
 FULL_S = 1.0  # before a full hub is asked again
@@ -105,13 +105,14 @@ class PipeClient:
         self._stopping = False
         self._silent_s = 0.0
         self._trouble = "it has not been tried yet"
+        self._refused_at_s = float("-inf")  # the last time that this was seen
         # Owned by the talking thread:
         self._context: zmq.Context[Any] = zmq.Context()
         self._dealer: Dealer | None = None
         self._session = ""  # while attached
         self._last_session = ""
         self._seq = 0
-        self._heard_at_s = self._opened_at_s = time.monotonic()
+        self._heard_at_s = time.monotonic()
         self._mids = itertools.count(1)
         self._submissions: list[_Submission] = []
         self._where: dict[str, _Submission] = {}
@@ -122,10 +123,14 @@ class PipeClient:
         self._thread.start()
 
     def attach(self, timeout_s: float) -> None:
-        """Wait until the hub has answered once; `kinds` is set then. Raises PipeError with what is known."""
+        """Wait until the hub has answered once; `kinds` is set then. Raises PipeError with what is known: after
+        timeout_s, or sooner if there is a hub and it wants other keys, or none."""
+        refused_s = time.monotonic() + min(REFUSED_S, timeout_s)
         with self._changed:
-            if not self._changed.wait_for(lambda: self._last_session, timeout_s):
-                raise PipeError(f"no answer within {timeout_s:g} s: {self._trouble}")
+            self._changed.wait_for(lambda: self._last_session or self._refused_at_s >= refused_s, timeout_s)
+            if not self._last_session:
+                refused = self._refused_at_s >= refused_s
+                raise PipeError(self._trouble if refused else f"no answer within {timeout_s:g} s: {self._trouble}")
 
     def submit(
         self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[tuple[str, Array]], tasks: Sequence[TaskRequest]
@@ -238,21 +243,27 @@ class PipeClient:
         self._attach_at_s = now_s
         try:
             endpoint = locate(self.endpoint, keys=self._keys is not None)
+        except NotAllowed as error:
+            self._refused(str(error), now_s)
+            return
         except PipeError as error:
             self._trouble = str(error)
             return
         refusal = self._dealer.trouble() if self._dealer is not None else ""
-        # zmq does not come back by itself to a hub that has refused it.
-        stale = bool(refusal) and now_s - self._opened_at_s > REOPEN_S
-        if self._dealer is None or self._dealer.endpoint != endpoint or stale:
+        if self._dealer is None or self._dealer.endpoint != endpoint or self._dealer.stale():
             if self._dealer is not None:
                 self._dealer.close()
-            self._dealer, self._opened_at_s = Dealer(self._context, endpoint, self._keys), now_s
+            self._dealer = Dealer(self._context, endpoint, self._keys)
         listens = self._send("attach", self._identity)
         if refusal:
-            self._trouble = f"{endpoint}: {refusal}"
-        elif now_s - self._opened_at_s > REOPEN_S or not self._trouble.startswith(f"{endpoint}: "):
+            self._refused(f"{endpoint}: {refusal}", now_s)
+        elif self._dealer.settled() or not self._trouble.startswith(f"{endpoint}: "):
             self._trouble = f"{endpoint} does not answer" if listens else f"nobody listens at {endpoint}"
+
+    def _refused(self, why: str, now_s: float) -> None:
+        with self._changed:
+            self._trouble, self._refused_at_s = why, now_s
+            self._changed.notify_all()
 
     def _keep_in_touch(self, now_s: float) -> None:
         in_flight = 0
