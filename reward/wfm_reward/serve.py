@@ -25,6 +25,7 @@ from wfm_ds.errors import RewardError, UserError
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.keys import hub_keys
 from wfm_ds.pipes.sockets import Mailbox, private_folder
+from wfm_ds.pipes.status import Ended
 from wfm_reward import registry
 from wfm_reward.config import ServiceConfig, load_config
 from wfm_reward.decoder import STALL_S as DECODE_STALL_S
@@ -135,10 +136,14 @@ class Service:
             kinds=kinds,
             max_waiting=pipes.max_waiting,
             max_bytes=pipes.spool_mib * 2**20,
-            observer=self._stats.observe,
+            observer=self._observe,
             keys=self._keys,
             on_stall=self._stalled.put,
         )
+
+    def _observe(self, ended: Ended) -> None:
+        self._stats.observe(ended)
+        self._scorers.observe(ended)
 
     def _http_port(self, base: Path) -> HttpPort:
         try:

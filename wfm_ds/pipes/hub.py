@@ -94,6 +94,7 @@ class Hub:
         self.kinds = dict(kinds)
         self.rejected: Counter[str] = Counter()
         self.error: Exception | None = None
+        self.dismissed = False  # there will be no more work
         self._observer, self._on_stall = observer, on_stall
         self._ledger = Ledger(
             {name: kind.stall_s for name, kind in kinds.items()},
@@ -155,6 +156,7 @@ class Hub:
 
     def dismiss_workers(self, why: str) -> None:
         """Tell all workers that there will be no more work."""
+        self.dismissed = True
         self._commands.put(lambda: self._dismiss(why))
 
     def workers(self) -> list[str]:
