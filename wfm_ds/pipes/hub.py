@@ -411,6 +411,7 @@ class Hub:
             self._answer_with(route, f"{name}@{offset}", lambda: self._spool.piece(name, offset))
         elif message.type == "release":
             self._spool.drop(fields["ids"])
+            self._send(self._clients, route, "released", {"ids": fields["ids"]})
         else:
             self._spool.drop(fields["ids"])
             self._cancel_running(self._ledger.cancel(owner, fields["ids"]), fields["why"])
