@@ -80,6 +80,7 @@ class Service:
         try:
             self._keys = None if config.pipes.keys is None else hub_keys(base / config.pipes.keys.expanduser())
             self._hub = self._bound()
+            self._remove_videos()  # of an earlier service, which was killed: the folder is this one's alone
             self._scorers = Scorers(self._hub, programs(config, self._folder), self._selector)
             self._port = self._http_port(base) if config.http is not None else None
         except UserError:
@@ -200,9 +201,12 @@ class Service:
                 self.file.unlink()
         self._remove_folder()
 
-    def _remove_folder(self) -> None:
+    def _remove_videos(self) -> None:
         for video in self._folder.glob(VIDEO_FILES):  # decoded, and not fetched any more
             video.unlink(missing_ok=True)
+
+    def _remove_folder(self) -> None:
+        self._remove_videos()
         with contextlib.suppress(OSError):  # it holds files of others
             self._folder.rmdir()
 
