@@ -18,6 +18,7 @@ from typing import Any
 
 import zmq
 
+from wfm_ds.chunks import chunks
 from wfm_ds.pipes import wire
 from wfm_ds.pipes.keys import ClientKeys
 from wfm_ds.pipes.messages import HUB_TO_CLIENT
@@ -33,6 +34,8 @@ SINCE_S = 2.0  # between signs of life
 RESUBMIT_S = 2.0  # until accepted
 FULL_S = 1.0  # before a full hub is asked again
 REFETCH_S = 10.0  # an unanswered request for a payload
+RELEASE_AGAIN_S = 2.0  # until the hub says that it has forgotten them
+IDS_PER_MESSAGE = 100
 MAX_FETCHES = 4  # open at once
 MAX_IN_FLIGHT = 4  # submissions sent and not accepted: the rest waits here, not in a socket
 
@@ -117,6 +120,7 @@ class PipeClient:
         self._submissions: list[_Submission] = []
         self._where: dict[str, _Submission] = {}
         self._requests: dict[str, _Request] = {}  # by the id of what is to arrive
+        self._releasing: dict[str, float] = {}  # when the hub was told last to forget it
         self._arrived: dict[str, Message | str] = {}  # a payload, or why it is missing; under self._changed
         self._attach_at_s = self._since_at_s = float("-inf")
         self._thread = threading.Thread(target=self._talk, name="pipes", daemon=True)
@@ -174,7 +178,7 @@ class PipeClient:
     def release(self, ids: Iterable[str]) -> None:
         """The hub may forget the tensors of these results."""
         wanted = list(ids)
-        self._commands.put(lambda: self._send_ids("release", wanted))
+        self._commands.put(lambda: self._release(wanted))
 
     def silent_s(self) -> float:
         """How long the hub has not been heard of, judged after everything that arrived was read."""
@@ -209,6 +213,8 @@ class PipeClient:
     def _give_up(self, keys: Iterable[str]) -> None:
         for key in keys:
             self._requests.pop(key, None)
+            with self._changed:
+                self._arrived.pop(key, None)  # just now: nobody waits for it
 
     def _talk(self) -> None:
         try:
@@ -281,6 +287,7 @@ class PipeClient:
         for request in itertools.islice(self._requests.values(), MAX_FETCHES):
             if now_s - request.sent_at_s > REFETCH_S and self._send(request.type, request.fields):
                 request.sent_at_s = now_s
+        self._repeat_releases(now_s)
         if now_s - self._since_at_s > SINCE_S and self._send("since", {"seq": self._seq}):
             self._since_at_s = now_s
 
@@ -309,6 +316,9 @@ class PipeClient:
                 with self._changed:
                     self._arrived[fields["id"]] = message if message.type == "payload" else fields["why"]
                     self._changed.notify_all()
+        elif message.type == "released":
+            for task_id in fields["ids"]:
+                self._releasing.pop(task_id, None)
         else:
             self._trouble = fields["why"]
             log.warning("the hub rejected a message: %s", fields["why"])
@@ -357,9 +367,21 @@ class PipeClient:
     def _cancel(self, ids: Iterable[str]) -> None:
         self._send_ids("cancel", [task_id for task_id in ids if self._drop(task_id)], why="nobody waits for it")
 
+    def _release(self, ids: Sequence[str]) -> None:
+        self._releasing.update(dict.fromkeys(ids, float("-inf")))
+        self._repeat_releases(time.monotonic())
+
+    def _repeat_releases(self, now_s: float) -> None:
+        """What the hub has not confirmed: a message that is lost would leave it with tensors for good."""
+        due = [task_id for task_id, sent_at_s in self._releasing.items() if now_s - sent_at_s > RELEASE_AGAIN_S]
+        for some in chunks(due, IDS_PER_MESSAGE):
+            if not self._send("release", {"ids": some}):
+                return
+            self._releasing.update(dict.fromkeys(some, now_s))
+
     def _send_ids(self, message_type: str, ids: Sequence[str], **fields: str) -> None:
-        for at in range(0, len(ids), 100):
-            self._send(message_type, {"ids": list(ids[at : at + 100]), **fields})
+        for some in chunks(ids, IDS_PER_MESSAGE):
+            self._send(message_type, {"ids": list(some), **fields})
 
     def _leave(self) -> None:
         self._cancel(list(self._where))

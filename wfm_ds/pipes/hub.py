@@ -102,6 +102,7 @@ class Hub:
         self.kinds = dict(kinds)
         self.rejected: Counter[str] = Counter()
         self.error: Exception | None = None
+        self.dismissed = False  # there will be no more work
         self._observer, self._on_stall = observer, on_stall
         self._ledger = Ledger(
             {name: kind.stall_s for name, kind in kinds.items()},
@@ -164,6 +165,7 @@ class Hub:
 
     def dismiss_workers(self, why: str) -> None:
         """Tell all workers that there will be no more work."""
+        self.dismissed = True
         self._commands.put(lambda: self._dismiss(why))
 
     def workers(self) -> list[str]:
@@ -428,6 +430,7 @@ class Hub:
             self._answer_with(route, f"{name}@{offset}", lambda: self._spool.piece(name, offset))
         elif message.type == "release":
             self._spool.drop(fields["ids"])
+            self._send(self._clients, route, "released", {"ids": fields["ids"]})
         else:
             self._spool.drop(fields["ids"])
             self._cancel_running(self._ledger.cancel(owner, fields["ids"]), fields["why"])

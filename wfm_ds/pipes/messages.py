@@ -127,7 +127,7 @@ SCHEMAS: dict[str, dict[str, Check]] = {
     "since": {"seq": Integer()},  # completions up to seq have arrived; also the sign of life
     "fetch": {"id": _ID},  # the tensors of a result; any client of the submitter's run may
     "read": {"file": _ID, "offset": Integer()},  # a piece of an announced file
-    "release": {"ids": _IDS},  # nobody fetches these any more
+    "release": {"ids": _IDS},  # nobody fetches these any more; repeated until `released`
     # hub -> client
     "attached": {
         "session": Text(64),  # a new one means that the hub knows nothing of this client's tasks
@@ -137,6 +137,7 @@ SCHEMAS: dict[str, dict[str, Check]] = {
     "finished": {"items": ListOf(_COMPLETION)},
     "payload": {"id": _ID},  # a result, or `file@offset`
     "missing": {"id": _ID, "why": _REASON},
+    "released": {"ids": _IDS},
     # hub -> any, client -> hub
     "who": {},  # "I do not know this route: say hello or attach again"
     "reject": {"about": Integer(), "why": _REASON},
@@ -146,7 +147,7 @@ SCHEMAS: dict[str, dict[str, Check]] = {
 WORKER_TO_HUB = frozenset({"hello", "beat", "result", "failed", "leave"})
 HUB_TO_WORKER = frozenset({"welcome", "task", "ack", "cancel", "bye", "who", "reject"})
 CLIENT_TO_HUB = frozenset({"attach", "submit", "since", "fetch", "read", "release", "cancel"})
-HUB_TO_CLIENT = frozenset({"attached", "accepted", "finished", "payload", "missing", "who", "reject"})
+HUB_TO_CLIENT = frozenset({"attached", "accepted", "finished", "payload", "missing", "released", "who", "reject"})
 TYPES_WITH_TENSORS = frozenset({"submit", "task", "result", "payload"})
 
 
