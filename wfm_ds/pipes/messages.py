@@ -120,6 +120,7 @@ SCHEMAS: dict[str, dict[str, Check]] = {
         "note": FreeMap(),  # what the hub's owner announced last, such as the weights to use
     },
     "ack": {"ids": _IDS},
+    "stalled": {"id": _ID, "attempt": Integer(1, 100)},  # this lease saw no progress; perhaps its task never arrived
     "bye": {"why": _REASON},  # the hub's work is done: leave
     # client -> hub
     "attach": {"run": Text(120), "client": Text(120), "epoch": Integer()},  # a restarted client has a higher epoch
@@ -134,10 +135,13 @@ SCHEMAS: dict[str, dict[str, Check]] = {
         "kinds": FreeMap(),  # what it offers: kind -> facts from its configuration
     },
     "accepted": {"ids": _IDS, "known": _IDS, "refused": ListOf(Tuple((_ID, Text())))},
-    "finished": {"items": ListOf(_COMPLETION)},
+    "finished": {
+        "after": Integer(),  # the seq before these: a client that has not seen it knows that a message was lost
+        "items": ListOf(_COMPLETION),
+    },
+    "released": {"ids": _IDS},
     "payload": {"id": _ID},  # a result, or `file@offset`
     "missing": {"id": _ID, "why": _REASON},
-    "released": {"ids": _IDS},
     # hub -> any, client -> hub
     "who": {},  # "I do not know this route: say hello or attach again"
     "reject": {"about": Integer(), "why": _REASON},
@@ -145,7 +149,7 @@ SCHEMAS: dict[str, dict[str, Check]] = {
 }
 
 WORKER_TO_HUB = frozenset({"hello", "beat", "result", "failed", "leave"})
-HUB_TO_WORKER = frozenset({"welcome", "task", "ack", "cancel", "bye", "who", "reject"})
+HUB_TO_WORKER = frozenset({"welcome", "task", "ack", "stalled", "cancel", "bye", "who", "reject"})
 CLIENT_TO_HUB = frozenset({"attach", "submit", "since", "fetch", "read", "release", "cancel"})
 HUB_TO_CLIENT = frozenset({"attached", "accepted", "finished", "payload", "missing", "released", "who", "reject"})
 TYPES_WITH_TENSORS = frozenset({"submit", "task", "result", "payload"})
