@@ -113,9 +113,9 @@ class RawPeer:
 
 
 class RawWorker(RawPeer):
-    def __init__(self, stack, hub, name="raw", held=()):
+    def __init__(self, stack, hub, name="raw", life="1", held=()):
         super().__init__(stack, hub.worker_endpoint)
-        self.say("hello", worker=name, name=name, kinds=[KIND], credit=1, held=list(held))
+        self.say("hello", worker=name, life=life, name=name, kinds=[KIND], credit=1, held=list(held))
         self.hear("welcome")
 
     def finish(self, task, meta=None):

@@ -1,5 +1,6 @@
 """The state machine under random events, and each of its rules by itself."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -50,6 +51,15 @@ class Model(RuleBasedStateMachine):
         self.owner_of = {}
         self.completed = {}  # (owner, id) -> how often, since the owner was last forgotten
         self.seen = dict.fromkeys(OWNERS, 0)
+        self.held_by = {}  # task id -> worker of the live lease
+        self.attempts = {}  # task id -> leases that ended in a failure, a stall or a death
+
+    def spent(self, *leases):
+        """These ended so."""
+        for worker, task_id in leases:
+            if self.held_by.get(task_id) == worker:
+                del self.held_by[task_id]
+                self.attempts[task_id] = self.attempts.get(task_id, 0) + 1
 
     def record(self):
         for owner in OWNERS:
@@ -59,6 +69,11 @@ class Model(RuleBasedStateMachine):
                 key = (owner, completion.id)
                 self.completed[key] = self.completed.get(key, 0) + 1
                 assert completion.ok == (not completion.reason)
+                self.held_by.pop(completion.id, None)
+                if completion.ok:
+                    assert self.attempts[completion.id] < MAX_ATTEMPTS
+                elif not re.search("down|deadline|for good", completion.reason):
+                    assert self.attempts[completion.id] == MAX_ATTEMPTS
 
     @rule(task_id=task_ids, owner=st.sampled_from(OWNERS), kind=st.sampled_from([*KINDS, "?"]), n=st.integers(0, 20))
     def submit(self, task_id, owner, kind, n):
@@ -71,6 +86,7 @@ class Model(RuleBasedStateMachine):
             refusal = ""
             if admission is Admission.NEW:
                 self.owner_of[task_id] = owner
+                self.attempts[task_id] = 0
                 assert kind in KINDS
         assert refusal in ("", "full") or kind not in KINDS or foreign
 
@@ -78,13 +94,18 @@ class Model(RuleBasedStateMachine):
     def worker_up(self, worker, credit, held):
         self.ledger.worker_up(worker, frozenset(WORKERS[worker]), credit, held)
         self.credit[worker] = credit
+        self.held_by = {t: w for t, w in self.held_by.items() if w != worker or t in held}
 
     @rule()
     def lease(self):
+        self.lease_to(WORKERS)
+
+    def lease_to(self, kinds):
         for grant in self.ledger.lease(self.now_s):
-            assert grant.task.kind in WORKERS[grant.worker]
+            assert grant.task.kind in kinds[grant.worker]
             assert grant.task.payload == f"media of {grant.task.id}"
-            assert 1 <= grant.attempt <= MAX_ATTEMPTS
+            assert self.attempts[grant.task.id] < min(grant.attempt, MAX_ATTEMPTS)
+            self.held_by[grant.task.id] = grant.worker
 
     @rule(worker=workers, task_id=task_ids, attempt=st.integers(1, 3), done=st.integers(0, 3))
     def progress(self, worker, task_id, attempt, done):
@@ -93,24 +114,41 @@ class Model(RuleBasedStateMachine):
     @rule(worker=workers, task_id=task_ids, attempt=st.integers(1, 3))
     def result(self, worker, task_id, attempt):
         self.ledger.result(worker, task_id, attempt, 0.1, {"by": worker})
+        self.held_by.pop(task_id, None)
 
     @rule(worker=workers, task_id=task_ids, attempt=st.integers(1, 3), fatal=st.booleans())
     def failed(self, worker, task_id, attempt, fatal):
-        self.ledger.failed(worker, task_id, attempt, "no", fatal)
+        self.ledger.failed(worker, task_id, attempt, "for good" if fatal else "no", fatal)
+        self.spent((worker, task_id))
 
     @rule(worker=workers)
     def worker_lost(self, worker):
-        self.ledger.worker_lost(worker, "gone")
+        self.spent(*((worker, task_id) for task_id in self.ledger.worker_lost(worker, "gone")))
         assert not self.ledger.knows_worker(worker)
+
+    @rule(worker=workers)
+    def worker_left(self, worker):
+        self.returned(worker, self.ledger.worker_left(worker))
+        assert not self.ledger.knows_worker(worker)
+
+    @rule(worker=workers, ids=st.sets(task_ids, max_size=3))
+    def not_sent(self, worker, ids):
+        self.ledger.not_sent(worker, ids)
+        self.returned(worker, ids)
+
+    def returned(self, worker, ids):
+        """Leases that were no attempts."""
+        self.held_by = {t: w for t, w in self.held_by.items() if w != worker or t not in ids}
 
     @rule(seconds=st.sampled_from([0.5, 6.0, 11.0, 70.0]))
     def expire(self, seconds):
         self.now_s += seconds
-        self.ledger.expire(self.now_s)
+        self.spent(*self.ledger.expire(self.now_s))
 
     @rule(owner=st.sampled_from(OWNERS), ids=st.sets(task_ids, max_size=3))
     def cancel(self, owner, ids):
-        self.ledger.cancel(owner, ids)
+        for worker, task_id in self.ledger.cancel(owner, ids):
+            self.returned(worker, [task_id])
 
     @rule(owner=st.sampled_from(OWNERS))
     def release(self, owner):
@@ -120,7 +158,8 @@ class Model(RuleBasedStateMachine):
 
     @rule(owner=st.sampled_from(OWNERS))
     def forget(self, owner):
-        self.ledger.forget(owner)
+        for worker, task_id in self.ledger.forget(owner):
+            self.returned(worker, [task_id])
         self.seen[owner] = 0
         self.completed = {key: n for key, n in self.completed.items() if key[0] != owner}
 
@@ -136,9 +175,14 @@ class Model(RuleBasedStateMachine):
         assert self.ledger.held_bytes <= MAX_BYTES
 
     def teardown(self):
-        """From any state, fresh workers bring everything to an end."""
+        """From any state, workers that leave change nothing and fresh ones bring everything to an end."""
         for worker in WORKERS:
-            self.ledger.worker_lost(worker, "end")
+            self.worker_lost(worker)
+        for _ in range(MAX_ATTEMPTS):
+            self.ledger.worker_up("leaving", frozenset(KINDS), 12, ())
+            self.lease_to({"leaving": KINDS})
+            self.returned("leaving", self.ledger.worker_left("leaving"))
+            self.holds()
         self.ledger.worker_up("fresh", frozenset(KINDS), 2, ())
         while grants := self.ledger.lease(self.now_s):
             for grant in grants:
@@ -242,6 +286,33 @@ def test_a_task_that_kills_its_workers_is_quarantined_with_the_reasons():
     assert finished(ledger) == [("poison", False, "killed by signal 0; killed by signal 1 (3 attempts)")]
     up(ledger, "w9")
     assert leased(ledger) == [("w9", "good", 1)]
+
+
+def test_workers_that_leave_cost_a_task_nothing():
+    ledger = a_ledger()
+    ledger.submit(a_task("t"))
+    for life in range(5 * MAX_ATTEMPTS):
+        up(ledger, f"w{life}")
+        assert leased(ledger) == [(f"w{life}", "t", life + 1)]
+        assert ledger.worker_left(f"w{life}") == ["t"]
+    for death in range(MAX_ATTEMPTS):
+        assert finished(ledger) == []
+        up(ledger, f"x{death}")
+        assert [grant[1] for grant in leased(ledger)] == ["t"]
+        ledger.worker_lost(f"x{death}", "killed")
+    assert finished(ledger) == [("t", False, "killed (3 attempts)")]
+
+
+def test_what_was_never_sent_waits_again_unsuspected():
+    ledger = a_ledger()
+    up(ledger, credit=3)
+    for task_id in "abc":
+        ledger.submit(a_task(task_id))
+    assert len(leased(ledger)) == 3
+    ledger.not_sent("w0", ["a", "unknown"])
+    assert ledger.worker_lost("w0", "killed") == ["b", "c"]
+    up(ledger, "w1", credit=3)
+    assert leased(ledger) == [("w1", "a", 2)], "b is suspected: it is held alone"
 
 
 def test_another_worker_is_preferred_for_another_attempt():

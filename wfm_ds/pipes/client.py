@@ -18,22 +18,25 @@ from typing import Any
 
 import zmq
 
+from wfm_ds.chunks import chunks
 from wfm_ds.pipes import wire
 from wfm_ds.pipes.clock import OwnClock
 from wfm_ds.pipes.keys import ClientKeys
 from wfm_ds.pipes.messages import HUB_TO_CLIENT
-from wfm_ds.pipes.sockets import Dealer, Full, Mailbox, PipeError, check_endpoint
+from wfm_ds.pipes.sockets import Dealer, Full, Mailbox, NotAllowed, PipeError, check_endpoint
 from wfm_ds.pipes.wire import Array, Buffer, Message, TensorSpec, WireError
 
 log = logging.getLogger(__name__)
 
 POLL_MS = 100
 ATTACH_S = 0.1  # between attempts to attach, and to find the hub's new address
-REOPEN_S = 1.0  # before a hub that has refused this client is tried again
+REFUSED_S = 5.0  # a hub that still refuses this client then is not waited for
 SINCE_S = 2.0  # between signs of life
 RESUBMIT_S = 2.0  # until accepted
 FULL_S = 1.0  # before a full hub is asked again
 REFETCH_S = 10.0  # an unanswered request for a payload
+RELEASE_AGAIN_S = 2.0  # until the hub says that it has forgotten them
+IDS_PER_MESSAGE = 100
 MAX_FETCHES = 4  # open at once
 MAX_IN_FLIGHT = 4  # submissions sent and not accepted: the rest waits here, not in a socket
 
@@ -106,6 +109,7 @@ class PipeClient:
         self._stopping = False
         self._silent_s = 0.0
         self._trouble = "it has not been tried yet"
+        self._refused_at_s = float("-inf")  # the last time that this was seen
         # Owned by the talking thread:
         self._context: zmq.Context[Any] = zmq.Context()
         self._dealer: Dealer | None = None
@@ -118,17 +122,21 @@ class PipeClient:
         self._submissions: list[_Submission] = []
         self._where: dict[str, _Submission] = {}
         self._requests: dict[str, _Request] = {}  # by the id of what is to arrive
+        self._releasing: dict[str, float] = {}  # when the hub was told last to forget it
         self._arrived: dict[str, Message | str] = {}  # a payload, or why it is missing; under self._changed
-        self._unreleased: dict[str, None] = {}  # that the hub may forget, and has not said to have forgotten
-        self._attach_at_s = self._since_at_s = self._release_at_s = float("-inf")
+        self._attach_at_s = self._since_at_s = float("-inf")
         self._thread = threading.Thread(target=self._talk, name="pipes", daemon=True)
         self._thread.start()
 
     def attach(self, timeout_s: float) -> None:
-        """Wait until the hub has answered once; `kinds` is set then. Raises PipeError with what is known."""
+        """Wait until the hub has answered once; `kinds` is set then. Raises PipeError with what is known: after
+        timeout_s, or sooner if there is a hub and it wants other keys, or none."""
+        refused_s = time.monotonic() + min(REFUSED_S, timeout_s)
         with self._changed:
-            if not self._changed.wait_for(lambda: self._last_session, timeout_s):
-                raise PipeError(f"no answer within {timeout_s:g} s: {self._trouble}")
+            self._changed.wait_for(lambda: self._last_session or self._refused_at_s >= refused_s, timeout_s)
+            if not self._last_session:
+                refused = self._refused_at_s >= refused_s
+                raise PipeError(self._trouble if refused else f"no answer within {timeout_s:g} s: {self._trouble}")
 
     def submit(
         self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[tuple[str, Array]], tasks: Sequence[TaskRequest]
@@ -171,7 +179,7 @@ class PipeClient:
 
     def release(self, ids: Iterable[str]) -> None:
         """The hub may forget the tensors of these results."""
-        wanted = dict.fromkeys(ids)
+        wanted = list(ids)
         self._commands.put(lambda: self._release(wanted))
 
     def now_s(self) -> float:
@@ -211,6 +219,8 @@ class PipeClient:
     def _give_up(self, keys: Iterable[str]) -> None:
         for key in keys:
             self._requests.pop(key, None)
+            with self._changed:
+                self._arrived.pop(key, None)  # just now: nobody waits for it
 
     def _talk(self) -> None:
         try:
@@ -245,21 +255,27 @@ class PipeClient:
         self._attach_at_s = now_s
         try:
             endpoint = locate(self.endpoint, keys=self._keys is not None)
+        except NotAllowed as error:
+            self._refused(str(error), now_s)
+            return
         except PipeError as error:
             self._trouble = str(error)
             return
         refusal = self._dealer.trouble() if self._dealer is not None else ""
-        # zmq does not come back by itself to a hub that has refused it.
-        stale = bool(refusal) and now_s - self._opened_at_s > REOPEN_S
-        if self._dealer is None or self._dealer.endpoint != endpoint or stale:
+        if self._dealer is None or self._dealer.endpoint != endpoint or self._dealer.stale():
             if self._dealer is not None:
                 self._dealer.close()
-            self._dealer, self._opened_at_s = Dealer(self._context, endpoint, self._keys), now_s
+            self._dealer = Dealer(self._context, endpoint, self._keys)
         listens = self._send("attach", self._identity)
         if refusal:
-            self._trouble = f"{endpoint}: {refusal}"
-        elif now_s - self._opened_at_s > REOPEN_S or not self._trouble.startswith(f"{endpoint}: "):
+            self._refused(f"{endpoint}: {refusal}", now_s)
+        elif self._dealer.settled() or not self._trouble.startswith(f"{endpoint}: "):
             self._trouble = f"{endpoint} does not answer" if listens else f"nobody listens at {endpoint}"
+
+    def _refused(self, why: str, now_s: float) -> None:
+        with self._changed:
+            self._trouble, self._refused_at_s = why, now_s
+            self._changed.notify_all()
 
     def _keep_in_touch(self, now_s: float) -> None:
         in_flight = 0
@@ -277,11 +293,9 @@ class PipeClient:
         for request in itertools.islice(self._requests.values(), MAX_FETCHES):
             if now_s - request.sent_at_s > REFETCH_S and self._send(request.type, request.fields):
                 request.sent_at_s = now_s
+        self._repeat_releases(now_s)
         if now_s - self._since_at_s > SINCE_S and self._send("since", {"seq": self._seq}):
             self._since_at_s = now_s
-        if self._unreleased and now_s - self._release_at_s > RESUBMIT_S:
-            self._release_at_s = now_s
-            self._send_ids("release", list(self._unreleased))
 
     def _from_hub(self, frames: list[zmq.Frame], now_s: float) -> None:
         try:
@@ -304,14 +318,14 @@ class PipeClient:
                 if fields["after"] <= self._seq:  # else something is missing, and the hub will repeat all since then
                     self._seq = max(self._seq, fields["items"][-1]["seq"])
                 self._since_at_s = float("-inf")  # acknowledged at once: a hub that stops waits for it
-        elif message.type == "released":
-            for task_id in fields["ids"]:
-                self._unreleased.pop(task_id, None)
         elif message.type in ("payload", "missing"):
             if self._requests.pop(fields["id"], None) is not None:  # else a repetition
                 with self._changed:
                     self._arrived[fields["id"]] = message if message.type == "payload" else fields["why"]
                     self._changed.notify_all()
+        elif message.type == "released":
+            for task_id in fields["ids"]:
+                self._releasing.pop(task_id, None)
         else:
             self._trouble = fields["why"]
             log.warning("the hub rejected a message: %s", fields["why"])
@@ -320,7 +334,7 @@ class PipeClient:
         self._session = fields["session"]
         if self._session != self._last_session:  # the hub is new, or has forgotten us
             self._seq = 0
-            self._unreleased.clear()
+            self._releasing.clear()
             for submission in self._submissions:
                 submission.unaccepted = set(submission.open)
                 submission.retry_at_s = float("-inf")
@@ -361,17 +375,25 @@ class PipeClient:
     def _cancel(self, ids: Iterable[str]) -> None:
         self._send_ids("cancel", [task_id for task_id in ids if self._drop(task_id)], why="nobody waits for it")
 
-    def _release(self, ids: Mapping[str, None]) -> None:
-        self._unreleased.update(ids)
-        self._release_at_s = float("-inf")
+    def _release(self, ids: Sequence[str]) -> None:
+        self._releasing.update(dict.fromkeys(ids, float("-inf")))
+        self._repeat_releases(self._clock.now_s)
+
+    def _repeat_releases(self, now_s: float) -> None:
+        """What the hub has not confirmed: a message that is lost would leave it with tensors for good."""
+        due = [task_id for task_id, sent_at_s in self._releasing.items() if now_s - sent_at_s > RELEASE_AGAIN_S]
+        for some in chunks(due, IDS_PER_MESSAGE):
+            if not self._send("release", {"ids": some}):
+                return
+            self._releasing.update(dict.fromkeys(some, now_s))
 
     def _send_ids(self, message_type: str, ids: Sequence[str], **fields: str) -> None:
-        for at in range(0, len(ids), 100):
-            self._send(message_type, {"ids": list(ids[at : at + 100]), **fields})
+        for some in chunks(ids, IDS_PER_MESSAGE):
+            self._send(message_type, {"ids": list(some), **fields})
 
     def _leave(self) -> None:
         self._cancel(list(self._where))
-        self._send_ids("release", list(self._unreleased))
+        self._send_ids("release", list(self._releasing))
         self._send("since", {"seq": self._seq})
         self._stopping = True
 

@@ -59,6 +59,13 @@ class _Work:
     submitted_at_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Letter:
+    task_id: str
+    header: bytes
+    frames: tuple[zmq.Frame, ...]
+
+
 @dataclass(slots=True)
 class _Client:
     epoch: int
@@ -81,12 +88,13 @@ class Hub:
         max_bytes: int = 2**32,
         observer: Callable[[Ended], None] = ignore,
         keys: HubKeys | None = None,
+        worker_keys: bool = False,
         on_stall: Callable[[str], None] = lambda worker: None,
         silent_worker_s: float | None = None,
     ) -> None:
         """Endpoints may end in port 0 or *. `observer` is called in the hub's thread with every task that ends: it must
         be quick, and not raise. `on_stall` likewise, with the id of a worker that seems to hang. With `keys` clients
-        must have one that they allow. Raises PipeError if an endpoint cannot be bound.
+        must have one that they allow, with `worker_keys` workers too. Raises PipeError if an endpoint cannot be bound.
 
         `silent_worker_s`: a worker that is not heard of for this long is lost, and what it holds is given to others;
         None: its supervisor alone decides. One that comes back is a worker again.
@@ -95,6 +103,7 @@ class Hub:
         self.kinds = dict(kinds)
         self.rejected: Counter[str] = Counter()
         self.error: Exception | None = None
+        self.dismissed = False  # there will be no more work
         self._observer, self._on_stall = observer, on_stall
         self._ledger = Ledger(
             {name: kind.stall_s for name, kind in kinds.items()},
@@ -109,7 +118,7 @@ class Hub:
         try:
             self._authenticator = None if keys is None else authenticator(self._context, keys)
             self._clients = self._bound(clients, keys)
-            self._workers = self._bound(workers)
+            self._workers = self._bound(workers, keys if worker_keys else None)
         except Exception:
             self._close()
             raise
@@ -119,7 +128,8 @@ class Hub:
         self._attached: dict[str, _Client] = {}
         self._worker_of: dict[bytes, str] = {}
         self._worker_route: dict[str, bytes] = {}
-        self._outboxes: dict[str, deque[tuple[bytes, tuple[zmq.Frame, ...]]]] = {}  # tasks that a full pipe refused
+        self._life_of: dict[str, str] = {}  # by worker
+        self._outboxes: dict[str, deque[_Letter]] = {}  # tasks that a full pipe refused
         self._silent_worker_s = silent_worker_s
         self._heard_at_s: dict[str, float] = {}  # by worker
         self._spool = Spool()
@@ -157,6 +167,7 @@ class Hub:
 
     def dismiss_workers(self, why: str) -> None:
         """Tell all workers that there will be no more work."""
+        self.dismissed = True
         self._commands.put(lambda: self._dismiss(why))
 
     def workers(self) -> list[str]:
@@ -315,7 +326,9 @@ class Hub:
                 self._result(worker, message, payload)
             self._send(self._workers, route, "ack", {"ids": [fields["id"]]})
         elif message.type == "leave":
-            self._lose_worker(worker, fields["why"])
+            for task_id in self._ledger.worker_left(worker):
+                log.info("task %s was with a worker that leaves: %s", task_id, fields["why"])
+            self._forget_worker(worker)
         else:
             log.warning("worker %s failed at %s: %s\n%s", worker, fields["id"], fields["reason"], fields["detail"])
             self._ledger.failed(worker, fields["id"], fields["attempt"], fields["reason"], fields["fatal"])
@@ -329,8 +342,10 @@ class Hub:
             self._spool.put(fields["id"], owner, message.specs, payload)
 
     def _hello(self, route: bytes, fields: Mapping[str, Any], now_s: float) -> None:
-        worker = fields["worker"]
-        self._heard_at_s[worker] = now_s
+        worker, life = fields["worker"], fields["life"]
+        if self._life_of.get(worker, life) != life:
+            self._lose_worker(worker, "its worker died")
+        self._heard_at_s[worker], self._life_of[worker] = now_s, life
         if self._worker_route.get(worker) != route:  # a repeated hello of one route says nothing about what is lost
             self._worker_of.pop(self._worker_route.get(worker, b""), None)
             self._worker_route[worker], self._worker_of[route] = route, worker
@@ -339,11 +354,17 @@ class Hub:
         self._send(self._workers, route, "welcome", {"hub": self.id, "beat_s": BEAT_S})
 
     def _lose_worker(self, worker: str, why: str) -> None:
+        """It died, hangs or cannot be reached: its tasks may be to blame, but for those that were not sent."""
+        self._ledger.not_sent(worker, [letter.task_id for letter in self._outboxes.get(worker, ())])
+        for task_id in self._ledger.worker_lost(worker, why):
+            log.warning("task %s was with a worker that is lost: %s", task_id, why)
+        self._forget_worker(worker)
+
+    def _forget_worker(self, worker: str) -> None:
         self._worker_of.pop(self._worker_route.pop(worker, b""), None)
         self._outboxes.pop(worker, None)
         self._heard_at_s.pop(worker, None)
-        for task_id in self._ledger.worker_lost(worker, why):
-            log.warning("task %s was with a worker that is lost: %s", task_id, why)
+        self._life_of.pop(worker, None)
 
     def _lose_silent_workers(self, now_s: float) -> None:
         limit_s = self._silent_worker_s
@@ -370,14 +391,14 @@ class Hub:
         fields = {"id": grant.task.id, "attempt": grant.attempt, "kind": grant.task.kind, "rows": work.rows}
         fields["note"] = dict(self._note)
         header = wire.encode("task", next(self._mids), fields, work.specs)
-        self._outboxes[grant.worker].append((header, work.frames))
+        self._outboxes[grant.worker].append(_Letter(grant.task.id, header, work.frames))
 
     def _flush(self, worker: str) -> None:
         outbox = self._outboxes[worker]
         while outbox:
-            header, frames = outbox[0]
+            letter = outbox[0]
             try:
-                self._workers.send(self._worker_route[worker], header, frames)
+                self._workers.send(self._worker_route[worker], letter.header, letter.frames)
             except Full:
                 return
             except Unreachable:

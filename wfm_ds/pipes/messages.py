@@ -84,7 +84,7 @@ _COMPLETION = Record({
     "id": _ID,
     "ok": Flag(),
     "worker": Text(),
-    "attempt": Integer(0, 100),
+    "attempt": Integer(),
     "seconds": Number(),
     "meta": FreeMap(),
     "reason": Text(),  # why there is no result; empty if ok
@@ -94,16 +94,17 @@ SCHEMAS: dict[str, dict[str, Check]] = {
     # worker -> hub
     "hello": {
         "worker": Text(64),  # the logical id: routes change with every reconnection, this does not
+        "life": Text(64),  # of the worker's process: a new one means that the last one died
         "name": Text(),  # for people
         "kinds": ListOf(_ID, 64),
         "credit": Integer(1, 1024),  # tasks it wants to hold
         "held": _IDS,  # what it has; leases on anything else were lost on the way
     },
-    "beat": {"progress": ListOf(Tuple((_ID, Integer(1, 100), Integer(), Integer())))},  # [id, attempt, done, total]
-    "result": {"id": _ID, "attempt": Integer(1, 100), "seconds": Number(), "meta": FreeMap()},
+    "beat": {"progress": ListOf(Tuple((_ID, Integer(1), Integer(), Integer())))},  # [id, attempt, done, total]
+    "result": {"id": _ID, "attempt": Integer(1), "seconds": Number(), "meta": FreeMap()},
     "failed": {
         "id": _ID,
-        "attempt": Integer(1, 100),
+        "attempt": Integer(1),
         "reason": _REASON,
         "detail": Text(DETAIL_CHARS),
         "fatal": Flag(),  # do not try elsewhere
@@ -113,7 +114,7 @@ SCHEMAS: dict[str, dict[str, Check]] = {
     "welcome": {"hub": Text(64), "beat_s": Number()},  # `hub` is new at each start of the hub
     "task": {
         "id": _ID,
-        "attempt": Integer(1, 100),
+        "attempt": Integer(1),  # how often it was leased; not all of these count as attempts at it
         "kind": _ID,
         "rows": ListOf(FreeMap(), MAX_ROWS),
         "note": FreeMap(),  # what the hub's owner announced last, such as the weights to use

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -22,6 +23,7 @@ from typing import Any, TypeAlias
 import zmq
 
 from wfm_ds.pipes import wire
+from wfm_ds.pipes.keys import ClientKeys
 from wfm_ds.pipes.messages import DETAIL_CHARS, HUB_TO_WORKER, META_BYTES, REASON_CHARS
 from wfm_ds.pipes.sockets import Dealer, Full, Mailbox
 from wfm_ds.pipes.wire import Array, Buffer, Message, TensorSpec, WireError
@@ -103,17 +105,23 @@ class LeaseWorker:
         name: str,
         kinds: list[str],
         credit: int = 1,
+        keys: ClientKeys | None = None,
         parent_fd: int | None = None,
         watchdog_s: float = 600.0,
+        ends_process: bool = True,
     ) -> None:
-        """`parent_fd`: the read end of a pipe, whose end of file means that nobody wants the work any more.
+        """`keys`: for a hub whose workers need some. `parent_fd`: the read end of a pipe, whose end of file means that
+        nobody wants the work any more.
 
         `watchdog_s`: a task that keeps the interpreter's lock this long ends the process; nothing else could.
+        `ends_process`: so does a task that is still running when the worker is to stop; False: the caller waits for
+        `left` and ends it.
         """
-        self._hello = {"worker": worker, "name": name, "kinds": kinds, "credit": credit}
-        self._endpoint = endpoint
+        life = uuid.uuid4().hex
+        self._hello = {"worker": worker, "life": life, "name": name, "kinds": kinds, "credit": credit}
+        self._endpoint, self._keys = endpoint, keys
         self._parent_fd = parent_fd
-        self._watchdog_s = watchdog_s
+        self._watchdog_s, self._ends_process = watchdog_s, ends_process
         self._tasks: queue.SimpleQueue[TaskInHand | None] = queue.SimpleQueue()
         self._news: Mailbox[_Report | None] = Mailbox()  # None: look at the marks
         self._reports: dict[str, _Report] = {}
@@ -123,9 +131,12 @@ class LeaseWorker:
         self._marks: list[tuple[str, int, int, int]] = []  # id, attempt, done, total of the running tasks
         self._mids = itertools.count(1)
         self._hub = ""
+        self._trouble = ""  # why the hub does not want this worker, as logged last
         self._beat_s = 2.0
         self._stopping = threading.Event()
         self._main_done = threading.Event()
+        self._broken = False  # a task has ended the loop
+        self.left = threading.Event()  # nothing is sent any more; the hub was told, if it was there
 
     def run(self, handle: Handle) -> None:
         """Do tasks until told to stop. An exception of `handle` becomes a failure of that task; the loop goes on."""
@@ -139,6 +150,9 @@ class LeaseWorker:
         try:
             while batch := self._gathered(max_rows, max_wait_s):
                 self._do(batch, handle)
+        except BaseException:  # sys.exit in a task: who just left would be given the task again, for ever
+            self._broken = True
+            raise
         finally:
             self._main_done.set()
             self.stop()
@@ -194,18 +208,15 @@ class LeaseWorker:
 
     def _talk(self) -> None:
         context: zmq.Context[Any] = zmq.Context()
-        dealer = Dealer(context, self._endpoint)
+        dealer = Dealer(context, self._endpoint, self._keys)
         try:
-            poller = zmq.Poller()
-            poller.register(dealer.socket, zmq.POLLIN)
-            poller.register(self._news.fileno(), zmq.POLLIN)
-            if self._parent_fd is not None:
-                poller.register(self._parent_fd, zmq.POLLIN)
             hello_at_s = beat_at_s = armed_at_s = float("-inf")
             while not self._stopping.is_set():
-                if self._parent_is_gone(dict(poller.poll(POLL_MS))):
+                if self._parent_is_gone(self._readable(dealer)):
                     break
                 now_s = time.monotonic()
+                if dealer.stale():
+                    dealer = self._reopened(context, dealer)
                 if now_s - armed_at_s > ARM_S:
                     armed_at_s = now_s
                     faulthandler.dump_traceback_later(self._watchdog_s, exit=True)
@@ -222,13 +233,28 @@ class LeaseWorker:
                 self._send_reports(dealer, now_s)
         finally:
             faulthandler.cancel_dump_traceback_later()
-            if self._hub:
+            if self._hub and not self._broken:
                 self._send(dealer, "leave", {"why": "its worker left"})
             dealer.close()
             context.term()
+            self.left.set()
             self._tasks.put(None)
-            if not self._main_done.wait(1.0):
+            if self._ends_process and not self._main_done.wait(1.0):
                 os._exit(0)  # busy with a task that nobody wants any more
+
+    def _readable(self, dealer: Dealer) -> Mapping[Any, int]:
+        poller = zmq.Poller()
+        for source in (dealer.socket, self._news.fileno(), self._parent_fd):
+            if source is not None:
+                poller.register(source, zmq.POLLIN)
+        return dict(poller.poll(POLL_MS))
+
+    def _reopened(self, context: zmq.Context[Any], dealer: Dealer) -> Dealer:
+        if (why := dealer.trouble()) != self._trouble:
+            log.warning("%s: %s", self._endpoint, why)
+        self._hub, self._trouble = "", why
+        dealer.close()
+        return Dealer(context, self._endpoint, self._keys)
 
     def _parent_is_gone(self, readable: Mapping[Any, int]) -> bool:
         return self._parent_fd is not None and self._parent_fd in readable and not os.read(self._parent_fd, 4096)
@@ -253,7 +279,7 @@ class LeaseWorker:
         fields = message.fields
         if message.type == "welcome":
             if fields["hub"] != self._hub:
-                self._hub, self._beat_s = fields["hub"], fields["beat_s"]
+                self._hub, self._beat_s, self._trouble = fields["hub"], fields["beat_s"], ""
                 for report in self._reports.values():
                     report.sent_at_s = float("-inf")
         elif message.type == "who":
