@@ -23,7 +23,7 @@ from wfm_ds.pipes.sockets import check_endpoint
 from wfm_ds.recipe import Recipe, RewardFunction
 from wfm_ds.recipe_algorithms import DdrlAlgorithm, SftAlgorithm
 from wfm_ds.rollout.rewards import RewardClient
-from wfm_ds.rollout.service import endpoints, spawn_devices
+from wfm_ds.rollout.service import endpoints, spawn_devices, trainer_keys
 from wfm_ds.types import Prompt
 from wfm_ds.ulysses.install import check as check_shareable
 from wfm_ds.ulysses.install import check_shape
@@ -46,12 +46,13 @@ def check_rewards(recipe: Recipe, prompts: Sequence[Prompt]) -> None:
 
 
 def check_workers(recipe: Recipe) -> None:
-    """Raises RecipeError or PipeError for workers that could not be started, or not be reached."""
+    """Raises RecipeError, PipeError or KeyFileError for workers that could not be started, or not be reached."""
     assert recipe.rollout is not None
     spawn_devices(recipe.rollout.devices, recipe.rollout.spawn)
+    keys = trainer_keys(recipe.rollout)
     if recipe.rollout.bind != "ipc":
         for endpoint in endpoints(recipe.rollout.bind, None):
-            check_endpoint(endpoint)
+            check_endpoint(endpoint, keys=keys is not None)
 
 
 def check_needs(function: RewardFunction, prompts: Sequence[Prompt], *, local: bool, video: bool) -> None:

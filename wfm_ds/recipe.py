@@ -162,7 +162,10 @@ class RolloutRecipe(Section):
     """async: devices of these workers in turn, such as cuda:6. Unset: cpu; must be set where the trainer has GPUs."""
     bind: str = "ipc"
     """async: where workers that join find the trainer: `ipc` (this machine, this user) or a `tcp://` address of one
-    interface, whose port and the next one are taken."""
+    interface, whose port and the next one are taken. One that other machines reach needs `keys`."""
+    keys: UserPath | None = None
+    """async, with a `tcp://` address: the folder of the trainer's key, hub.key_secret, and of the public ones of those
+    who may join (docs/async.md). Every node needs it."""
     in_flight: Annotated[int, Field(ge=1, le=16)] = 2
     """async: chunks that a worker has in hand: one is denoised while the others wait for their scores."""
     lost_after_s: PositiveFloat = 30.0
@@ -170,6 +173,12 @@ class RolloutRecipe(Section):
     timeout_s: PositiveFloat = 600.0
     """async: a chunk without progress for this long is given to another worker; a run without any finished chunk for
     this long ends."""
+
+    @model_validator(mode="after")
+    def _keys_are_used(self) -> RolloutRecipe:
+        if self.keys is not None and self.bind == "ipc":
+            raise ValueError("keys are for a tcp:// address: set bind to one, or leave keys out")
+        return self
 
 
 def _ordered(bounds: tuple[float, float]) -> tuple[float, float]:
@@ -328,8 +337,6 @@ class Recipe(Section):
                 raise ValueError(f"algorithm {self.algorithm.name} needs data.kind: prompts")
             if self.is_async and isinstance(self.algorithm, DdrlAlgorithm):
                 raise ValueError("rollout.mode: async is not for algorithm ddrl: set it to colocated")
-            if self.is_async and self.engine.sequence_parallel > 1:
-                raise ValueError("rollout.mode: async needs engine.sequence_parallel: 1, or set it to colocated")
         else:
             unread = [s for s in ("rollout", "reward") if getattr(self, s) is not None]
             if unread:

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         client.attach(worker.ATTACH_S)
         generator: Any = None  # nothing but `chunk` has a use for it
-        lanes = Lanes(recipe, generator, client, client.kinds[worker.KIND], args)
+        lanes = Lanes(recipe, generator, client, None, client.kinds[worker.KIND], args)
         lanes.journal = recipe.run.output_dir / "made"
         return lanes.run(stop)
     finally:

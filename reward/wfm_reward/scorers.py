@@ -161,7 +161,7 @@ class Scorers:
         """The hub says that a worker hangs. It has been told to end; one that is stopped is killed after a while."""
         for scorer in self._scorers:
             if scorer.worker == worker:
-                scorer.kill_at_s = now_s + STALL_GRACE_S
+                scorer.kill_at_s = min(scorer.kill_at_s, now_s + STALL_GRACE_S)
 
     def observe(self, ended: Ended) -> None:
         """For Hub, in its thread. Only deaths with nothing done in between speak against a reward."""

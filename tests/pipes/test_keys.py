@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import numpy as np
@@ -45,6 +46,7 @@ def stack():
 
 
 def a_hub(stack, folder):
+    """Its worker, on this machine, needs no keys."""
     sockets = private_folder()
     stack.callback(lambda: shutil.rmtree(sockets))
     hub = Hub(
@@ -52,13 +54,27 @@ def a_hub(stack, folder):
     )
     hub.start()
     stack.callback(lambda: hub.stop(0.0))
-    worker = LeaseWorker(hub.worker_endpoint, worker="w", name="w", kinds=["sum"])
+    a_worker(stack, hub, None)
+    return hub
+
+
+def a_hub_for_machines(stack, folder):
+    """Its workers need keys too."""
+    here = "tcp://127.0.0.1:0"
+    kinds = {"sum": Kind(60.0, {})}
+    hub = Hub(clients=here, workers=here, kinds=kinds, keys=hub_keys(folder), worker_keys=True)
+    hub.start()
+    stack.callback(lambda: hub.stop(0.0))
+    return hub
+
+
+def a_worker(stack, hub, its_keys, name="w"):
+    worker = LeaseWorker(hub.worker_endpoint, worker=name, name=name, kinds=["sum"], keys=its_keys)
     thread = threading.Thread(
         target=worker.run, args=(lambda task, _: {"sums": [int(t.sum()) for t in task.tensors()]},), daemon=True
     )
     thread.start()
     stack.callback(lambda: (worker.stop(), thread.join(DEADLINE_S)))
-    return hub
 
 
 def a_client(stack, hub, its_keys):
@@ -92,6 +108,27 @@ def test_the_hubs_own_process_is_let_in(stack, folders):
     hub.start()
     stack.callback(lambda: hub.stop(0.0))
     a_client(stack, hub, secrets.insider).attach(DEADLINE_S)
+    a_client(stack, hub, client_keys(folders[0])).attach(DEADLINE_S)
+
+
+def test_a_refusal_is_not_waited_for(stack, folders, tmp_path):
+    hub = a_hub(stack, folders[0])
+    new(tmp_path / "bob", "bob")
+    shutil.copy(folders[0] / "public" / "hub.key", tmp_path / "bob" / "public")
+    pipes = tmp_path / "pipes.json"
+    pipes.write_text('{"clients": "tcp://10.0.0.1:5"}')
+    elsewhere = PipeClient(str(pipes), run="run", client="ann")
+    stack.callback(elsewhere.close)
+    refused = [a_client(stack, hub, client_keys(tmp_path / "bob")), a_client(stack, hub, None), elsewhere]
+    with ThreadPoolExecutor(len(refused)) as pool:
+        errors = [str(waiting.exception()) for waiting in [pool.submit(client.attach, 600) for client in refused]]
+    reasons = (
+        "the hub does not know the key bob",
+        "no handshake: the hub wants keys",
+        "only ipc:// and loopback tcp are allowed",
+    )
+    for error, reason in zip(errors, reasons, strict=True):
+        assert re.match(rf"tcp://[\d.:]+: {reason}", error)
 
 
 def says(client, words):
@@ -141,6 +178,39 @@ def test_another_hubs_key_and_no_key_are_sentences_and_nothing_is_delivered(stac
     good.attach(DEADLINE_S)
     assert hub.rejected.total() == 0, "not a message of the others arrived"
     assert list(hub.status().result(DEADLINE_S).clients) == ["run/ann"]
+
+
+def test_workers_with_a_key_of_their_own_work_and_others_are_told_why_not(stack, folders, tmp_path, caplog):
+    hub_folder, ann = folders
+    hub = a_hub_for_machines(stack, hub_folder)
+    for name in ("eve", "bob"):
+        new(tmp_path / name, name)
+    new(tmp_path / "other", "hub")
+    shutil.copy(hub_folder / "public" / "hub.key", tmp_path / "eve" / "public")
+    shutil.copy(tmp_path / "bob" / "public" / "bob.key", hub_folder / "public")
+    shutil.copy(tmp_path / "other" / "public" / "hub.key", tmp_path / "bob" / "public")
+    a_worker(stack, hub, client_keys(tmp_path / "eve"), "unlisted")
+    a_worker(stack, hub, client_keys(tmp_path / "bob"), "of another hub")
+    a_worker(stack, hub, None, "without")
+    client = a_client(stack, hub, client_keys(hub_folder))
+    client.attach(DEADLINE_S)
+    reasons = ("does not know the key eve: copy", "the hub has another key than public/hub.key", "the hub wants keys")
+    until(lambda: all(reason in caplog.text for reason in reasons))
+    assert hub.workers() == []
+    a_worker(stack, hub, client_keys(ann), "ann")
+    assert a_sum(client) == [30_000_000]
+    assert hub.workers() == ["ann"]
+    assert hub.rejected.total() == 0, "not a message of the others arrived"
+    shutil.copy(tmp_path / "eve" / "public" / "eve.key", hub_folder / "public")
+    until(lambda: hub.workers() == ["ann", "unlisted"])
+
+
+def until(condition):
+    deadline_s = time.monotonic() + DEADLINE_S
+    tick = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        tick.wait(0.05)
 
 
 def test_a_hub_without_keys_is_a_sentence_for_a_client_with_some(stack, folders):
@@ -202,7 +272,7 @@ def test_what_is_missing_or_no_key_is_named(folders, tmp_path):
     with pytest.raises(KeyFileError, match=r"nowhere/hub\.key_secret cannot be read as a key"):
         hub_keys(tmp_path / "nowhere")
     with pytest.raises(KeyFileError, match=r"one key of a client is needed, NAME\.key_secret; found none"):
-        client_keys(hub)
+        client_keys(hub / "public")
     new(ann, "second")
     with pytest.raises(KeyFileError, match=r"found ann\.key_secret, second\.key_secret"):
         client_keys(ann)

@@ -1,5 +1,6 @@
 """The state machine under random events, and each of its rules by itself."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -50,6 +51,15 @@ class Model(RuleBasedStateMachine):
         self.owner_of = {}
         self.completed = {}  # (owner, id) -> how often, since the owner was last forgotten
         self.seen = dict.fromkeys(OWNERS, 0)
+        self.held_by = {}  # task id -> worker of the live lease
+        self.attempts = {}  # task id -> leases that ended in a failure, a stall or a death
+
+    def spent(self, *leases):
+        """These ended so."""
+        for worker, task_id in leases:
+            if self.held_by.get(task_id) == worker:
+                del self.held_by[task_id]
+                self.attempts[task_id] = self.attempts.get(task_id, 0) + 1
 
     def record(self):
         for owner in OWNERS:
@@ -59,6 +69,11 @@ class Model(RuleBasedStateMachine):
                 key = (owner, completion.id)
                 self.completed[key] = self.completed.get(key, 0) + 1
                 assert completion.ok == (not completion.reason)
+                self.held_by.pop(completion.id, None)
+                if completion.ok:
+                    assert self.attempts[completion.id] < MAX_ATTEMPTS
+                elif not re.search("down|deadline|for good", completion.reason):
+                    assert self.attempts[completion.id] == MAX_ATTEMPTS
 
     @rule(task_id=task_ids, owner=st.sampled_from(OWNERS), kind=st.sampled_from([*KINDS, "?"]), n=st.integers(0, 20))
     def submit(self, task_id, owner, kind, n):
@@ -71,6 +86,7 @@ class Model(RuleBasedStateMachine):
             refusal = ""
             if admission is Admission.NEW:
                 self.owner_of[task_id] = owner
+                self.attempts[task_id] = 0
                 assert kind in KINDS
         assert refusal in ("", "full") or kind not in KINDS or foreign
 
@@ -78,13 +94,18 @@ class Model(RuleBasedStateMachine):
     def worker_up(self, worker, credit, held):
         self.ledger.worker_up(worker, frozenset(WORKERS[worker]), credit, held)
         self.credit[worker] = credit
+        self.held_by = {t: w for t, w in self.held_by.items() if w != worker or t in held}
 
     @rule()
     def lease(self):
+        self.lease_to(WORKERS)
+
+    def lease_to(self, kinds):
         for grant in self.ledger.lease(self.now_s):
-            assert grant.task.kind in WORKERS[grant.worker]
+            assert grant.task.kind in kinds[grant.worker]
             assert grant.task.payload == f"media of {grant.task.id}"
-            assert 1 <= grant.attempt <= MAX_ATTEMPTS
+            assert self.attempts[grant.task.id] < min(grant.attempt, MAX_ATTEMPTS)
+            self.held_by[grant.task.id] = grant.worker
 
     @rule(worker=workers, task_id=task_ids, attempt=st.integers(1, 3), done=st.integers(0, 3))
     def progress(self, worker, task_id, attempt, done):
@@ -93,24 +114,41 @@ class Model(RuleBasedStateMachine):
     @rule(worker=workers, task_id=task_ids, attempt=st.integers(1, 3))
     def result(self, worker, task_id, attempt):
         self.ledger.result(worker, task_id, attempt, 0.1, {"by": worker})
+        self.held_by.pop(task_id, None)
 
-    @rule(worker=workers, task_id=task_ids, fatal=st.booleans())
-    def failed(self, worker, task_id, fatal):
-        self.ledger.failed(worker, task_id, "no", fatal)
+    @rule(worker=workers, task_id=task_ids, attempt=st.integers(1, 3), fatal=st.booleans())
+    def failed(self, worker, task_id, attempt, fatal):
+        self.ledger.failed(worker, task_id, attempt, "for good" if fatal else "no", fatal)
+        self.spent((worker, task_id))
 
     @rule(worker=workers)
     def worker_lost(self, worker):
-        self.ledger.worker_lost(worker, "gone")
+        self.spent(*((worker, task_id) for task_id in self.ledger.worker_lost(worker, "gone")))
         assert not self.ledger.knows_worker(worker)
+
+    @rule(worker=workers)
+    def worker_left(self, worker):
+        self.returned(worker, self.ledger.worker_left(worker))
+        assert not self.ledger.knows_worker(worker)
+
+    @rule(worker=workers, ids=st.sets(task_ids, max_size=3))
+    def not_sent(self, worker, ids):
+        self.ledger.not_sent(worker, ids)
+        self.returned(worker, ids)
+
+    def returned(self, worker, ids):
+        """Leases that were no attempts."""
+        self.held_by = {t: w for t, w in self.held_by.items() if w != worker or t not in ids}
 
     @rule(seconds=st.sampled_from([0.5, 6.0, 11.0, 70.0]))
     def expire(self, seconds):
         self.now_s += seconds
-        self.ledger.expire(self.now_s)
+        self.spent(*self.ledger.expire(self.now_s))
 
     @rule(owner=st.sampled_from(OWNERS), ids=st.sets(task_ids, max_size=3))
     def cancel(self, owner, ids):
-        self.ledger.cancel(owner, ids)
+        for worker, task_id in self.ledger.cancel(owner, ids):
+            self.returned(worker, [task_id])
 
     @rule(owner=st.sampled_from(OWNERS))
     def release(self, owner):
@@ -120,7 +158,8 @@ class Model(RuleBasedStateMachine):
 
     @rule(owner=st.sampled_from(OWNERS))
     def forget(self, owner):
-        self.ledger.forget(owner)
+        for worker, task_id in self.ledger.forget(owner):
+            self.returned(worker, [task_id])
         self.seen[owner] = 0
         self.completed = {key: n for key, n in self.completed.items() if key[0] != owner}
 
@@ -136,9 +175,14 @@ class Model(RuleBasedStateMachine):
         assert self.ledger.held_bytes <= MAX_BYTES
 
     def teardown(self):
-        """From any state, fresh workers bring everything to an end."""
+        """From any state, workers that leave change nothing and fresh ones bring everything to an end."""
         for worker in WORKERS:
-            self.ledger.worker_lost(worker, "end")
+            self.worker_lost(worker)
+        for _ in range(MAX_ATTEMPTS):
+            self.ledger.worker_up("leaving", frozenset(KINDS), 12, ())
+            self.lease_to({"leaving": KINDS})
+            self.returned("leaving", self.ledger.worker_left("leaving"))
+            self.holds()
         self.ledger.worker_up("fresh", frozenset(KINDS), 2, ())
         while grants := self.ledger.lease(self.now_s):
             for grant in grants:
@@ -186,7 +230,7 @@ def test_a_stalled_lease_moves_but_its_worker_gets_nothing_more_until_it_reports
     up(ledger)
     leased(ledger)
     assert ledger.expire(STALL_S) == []
-    assert ledger.expire(STALL_S + 0.1) == [("w0", "t")]
+    assert ledger.expire(STALL_S + 0.1) == [("w0", "t", 1)]
     assert ledger.expire(STALL_S + 0.2) == []
     assert leased(ledger) == [], "the only worker hangs"
     up(ledger, "w1")
@@ -195,6 +239,27 @@ def test_a_stalled_lease_moves_but_its_worker_gets_nothing_more_until_it_reports
     assert finished(ledger) == [("t", True, "")]
     ledger.submit(a_task("u"))
     assert leased(ledger) == [("w0", "u", 1)], "it has reported; w1 still works on t"
+
+
+def test_a_worker_is_told_again_that_it_hangs_after_each_stall():
+    ledger = a_ledger()
+    ledger.submit(a_task("t"))
+    up(ledger)
+    leased(ledger)
+    told = [now_s for now_s in range(35) if ledger.expire(now_s)]
+    assert told == [11, 22, 33]
+    assert ledger.counts["requeued"] == 1, "but the task moves once"
+
+
+def test_a_failure_of_an_earlier_lease_says_nothing_about_this_one():
+    ledger = a_ledger()
+    ledger.submit(a_task("t"))
+    up(ledger)
+    leased(ledger)
+    assert ledger.failed("w0", "t", 1, "no luck", fatal=False) is Verdict.ACCEPTED
+    assert leased(ledger) == [("w0", "t", 2)]
+    assert ledger.failed("w0", "t", 1, "no luck", fatal=True) is Verdict.DUPLICATE
+    assert ledger.result("w0", "t", 2, 0.1, {}) is Verdict.ACCEPTED
 
 
 def test_only_growing_progress_renews_a_lease():
@@ -207,7 +272,7 @@ def test_only_growing_progress_renews_a_lease():
     ledger.progress("w0", "t", 1, 1, 17.0)
     ledger.progress("w0", "t", 2, 5, 17.0)
     ledger.progress("w1", "t", 1, 5, 17.0)
-    assert ledger.expire(18.1) == [("w0", "t")]
+    assert ledger.expire(18.1) == [("w0", "t", 1)]
 
 
 def test_a_task_that_kills_its_workers_is_quarantined_with_the_reasons():
@@ -223,15 +288,42 @@ def test_a_task_that_kills_its_workers_is_quarantined_with_the_reasons():
     assert leased(ledger) == [("w9", "good", 1)]
 
 
+def test_workers_that_leave_cost_a_task_nothing():
+    ledger = a_ledger()
+    ledger.submit(a_task("t"))
+    for life in range(5 * MAX_ATTEMPTS):
+        up(ledger, f"w{life}")
+        assert leased(ledger) == [(f"w{life}", "t", life + 1)]
+        assert ledger.worker_left(f"w{life}") == ["t"]
+    for death in range(MAX_ATTEMPTS):
+        assert finished(ledger) == []
+        up(ledger, f"x{death}")
+        assert [grant[1] for grant in leased(ledger)] == ["t"]
+        ledger.worker_lost(f"x{death}", "killed")
+    assert finished(ledger) == [("t", False, "killed (3 attempts)")]
+
+
+def test_what_was_never_sent_waits_again_unsuspected():
+    ledger = a_ledger()
+    up(ledger, credit=3)
+    for task_id in "abc":
+        ledger.submit(a_task(task_id))
+    assert len(leased(ledger)) == 3
+    ledger.not_sent("w0", ["a", "unknown"])
+    assert ledger.worker_lost("w0", "killed") == ["b", "c"]
+    up(ledger, "w1", credit=3)
+    assert leased(ledger) == [("w1", "a", 2)], "b is suspected: it is held alone"
+
+
 def test_another_worker_is_preferred_for_another_attempt():
     ledger = a_ledger()
     up(ledger, "w0")
     up(ledger, "w1")
     ledger.submit(a_task("t"))
     assert leased(ledger) == [("w0", "t", 1)]
-    ledger.failed("w0", "t", "no luck", fatal=False)
+    ledger.failed("w0", "t", 1, "no luck", fatal=False)
     assert leased(ledger) == [("w1", "t", 2)]
-    ledger.failed("w1", "t", "hopeless", fatal=True)
+    ledger.failed("w1", "t", 2, "hopeless", fatal=True)
     assert finished(ledger) == [("t", False, "no luck; hopeless (2 attempts)")]
 
 
@@ -290,7 +382,7 @@ def test_who_watches_hears_of_each_end_once_with_the_payload():
     ledger.result("w0", "a", 1, 0.1, {})
     ledger.result("w0", "a", 1, 0.1, {})
     leased(ledger)
-    ledger.failed("w0", "b", "broken", fatal=True)
+    ledger.failed("w0", "b", 1, "broken", fatal=True)
     ledger.release("ann", 2)
     assert heard == [("media of a", True, ""), ("media of b", False, "broken")]
 
@@ -326,7 +418,7 @@ def test_a_worker_that_hangs_in_a_cancelled_task_is_still_noticed():
     ledger.submit(a_task("t"))
     leased(ledger)
     ledger.cancel("ann", ["t"])
-    assert ledger.expire(STALL_S + 0.1) == [("w0", "t")]
+    assert ledger.expire(STALL_S + 0.1) == [("w0", "t", 1)]
     assert ledger.expire(STALL_S + 0.2) == []
 
 

@@ -27,7 +27,7 @@ def a_trajectory(plan, count=3):
 def sent(arrays):
     """What the other side reads."""
     specs, frames = wire.pack_tensors(arrays)
-    return {spec.name: wire._joined(spec, part) for spec, part in zip(specs, frames, strict=True)}
+    return {spec.name: torch.from_numpy(wire._joined(spec, part)) for spec, part in zip(specs, frames, strict=True)}
 
 
 def windowed(steps, **options):
@@ -47,7 +47,7 @@ def test_a_trajectory_arrives_bit_by_bit_without_a_second_copy(plan, points):
     made = a_trajectory(plan)
     layout, arrays = pack_trajectory(made)
     assert dict(arrays).get("points", np.empty((0, 0))).shape[1] == points
-    found = unpack_trajectory(json.loads(json.dumps(layout)), sent(arrays), CPU)
+    found = unpack_trajectory(json.loads(json.dumps(layout)), sent(arrays))
     assert torch.equal(found.clean, made.clean)
     assert [s.index for s in found.stored] == list(plan.stored)
     for there, here in zip(found.stored, made.stored, strict=True):

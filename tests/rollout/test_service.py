@@ -7,6 +7,7 @@ import torch
 
 from wfm_ds import recipe_file
 from wfm_ds.errors import RecipeError, UserError
+from wfm_ds.pipes.keys import KeyFileError, new
 from wfm_ds.preflight import check_workers
 from wfm_ds.recipe import Recipe
 from wfm_ds.rollout.identity import identity, require_same
@@ -31,13 +32,15 @@ def changed(**sections):
         ("bind", "tcp://127.0.0.1:6200"),
         ("in_flight", 4),
         ("lost_after_s", 5),
+        ("keys", Path("keys")),
         ("timeout_s", 5),
     ],
 )
 def test_keys_about_workers_need_them(key, value):
-    assert getattr(changed(rollout={key: value}).rollout, key) == value
+    more = {"bind": "tcp://10.0.0.1:6200"} if key == "keys" else {}
+    assert getattr(changed(rollout={key: value, **more}).rollout, key) == value
     with pytest.raises(ValueError, match=rf"rollout.mode: colocated does not read rollout.*{key}.*set mode: async"):
-        changed(rollout={"mode": "colocated", "max_staleness": 1, "spawn": 1, key: value})
+        changed(rollout={"mode": "colocated", "max_staleness": 1, "spawn": 1, key: value, **more})
 
 
 def test_ddrl_has_no_workers():
@@ -45,11 +48,6 @@ def test_ddrl_has_no_workers():
     plain["rollout"]["mode"] = "async"
     with pytest.raises(ValueError, match="not for algorithm ddrl"):
         Recipe.model_validate(plain)
-
-
-def test_replicas_have_no_workers():
-    with pytest.raises(ValueError, match=r"needs engine\.sequence_parallel: 1"):
-        changed(engine={"sequence_parallel": 2})
 
 
 def test_a_tcp_address_takes_the_next_port_too(tmp_path):
@@ -100,3 +98,15 @@ def test_workers_that_cannot_be_reached_are_refused_before_the_run():
         check_workers(changed(rollout={"bind": "tcp://10.0.0.1:6200"}))
     with pytest.raises(RecipeError, match="a port from 1 to 65534"):
         check_workers(changed(rollout={"bind": "tcp"}))
+
+
+def test_keys_open_an_address_of_a_network_and_are_for_that_alone(tmp_path):
+    elsewhere = {"bind": "tcp://10.0.0.1:6200", "keys": tmp_path / "keys"}
+    with pytest.raises(KeyFileError, match=r"keys/hub\.key_secret cannot be read as a key"):
+        check_workers(changed(rollout=elsewhere))
+    new(tmp_path / "keys", "hub")
+    check_workers(changed(rollout=elsewhere))
+    with pytest.raises(UserError, match="name one address of this machine, not all of them"):
+        check_workers(changed(rollout=elsewhere | {"bind": "tcp://0.0.0.0:6200"}))
+    with pytest.raises(ValueError, match="keys are for a tcp:// address"):
+        changed(rollout={"keys": tmp_path / "keys"})

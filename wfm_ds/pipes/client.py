@@ -20,16 +20,17 @@ import zmq
 
 from wfm_ds.chunks import chunks
 from wfm_ds.pipes import wire
+from wfm_ds.pipes.clock import OwnClock
 from wfm_ds.pipes.keys import ClientKeys
 from wfm_ds.pipes.messages import HUB_TO_CLIENT
-from wfm_ds.pipes.sockets import Dealer, Full, Mailbox, PipeError, check_endpoint
+from wfm_ds.pipes.sockets import Dealer, Full, Mailbox, NotAllowed, PipeError, check_endpoint
 from wfm_ds.pipes.wire import Array, Buffer, Message, TensorSpec, WireError
 
 log = logging.getLogger(__name__)
 
 POLL_MS = 100
 ATTACH_S = 0.1  # between attempts to attach, and to find the hub's new address
-REOPEN_S = 1.0  # before a hub that has refused this client is tried again
+REFUSED_S = 5.0  # a hub that still refuses this client then is not waited for
 SINCE_S = 2.0  # between signs of life
 RESUBMIT_S = 2.0  # until accepted
 FULL_S = 1.0  # before a full hub is asked again
@@ -48,7 +49,7 @@ class TaskRequest:
     kind: str
     start: int
     stop: int
-    deadline_s: float  # on time.monotonic; the hub gives up after it
+    deadline_s: float  # on PipeClient.now_s; the hub gives up after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +109,15 @@ class PipeClient:
         self._stopping = False
         self._silent_s = 0.0
         self._trouble = "it has not been tried yet"
+        self._refused_at_s = float("-inf")  # the last time that this was seen
         # Owned by the talking thread:
         self._context: zmq.Context[Any] = zmq.Context()
         self._dealer: Dealer | None = None
         self._session = ""  # while attached
         self._last_session = ""
         self._seq = 0
-        self._heard_at_s = self._opened_at_s = time.monotonic()
+        self._clock = OwnClock(time.monotonic())
+        self._heard_at_s = self._opened_at_s = self._clock.now_s
         self._mids = itertools.count(1)
         self._submissions: list[_Submission] = []
         self._where: dict[str, _Submission] = {}
@@ -126,10 +129,14 @@ class PipeClient:
         self._thread.start()
 
     def attach(self, timeout_s: float) -> None:
-        """Wait until the hub has answered once; `kinds` is set then. Raises PipeError with what is known."""
+        """Wait until the hub has answered once; `kinds` is set then. Raises PipeError with what is known: after
+        timeout_s, or sooner if there is a hub and it wants other keys, or none."""
+        refused_s = time.monotonic() + min(REFUSED_S, timeout_s)
         with self._changed:
-            if not self._changed.wait_for(lambda: self._last_session, timeout_s):
-                raise PipeError(f"no answer within {timeout_s:g} s: {self._trouble}")
+            self._changed.wait_for(lambda: self._last_session or self._refused_at_s >= refused_s, timeout_s)
+            if not self._last_session:
+                refused = self._refused_at_s >= refused_s
+                raise PipeError(self._trouble if refused else f"no answer within {timeout_s:g} s: {self._trouble}")
 
     def submit(
         self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[tuple[str, Array]], tasks: Sequence[TaskRequest]
@@ -141,7 +148,7 @@ class PipeClient:
         specs, frames = wire.pack_tensors(tensors)
         by_id = {task.id: task for task in tasks}
         submission = _Submission(rows, specs, list(itertools.chain(*frames)), by_id, set(by_id))
-        submission.encode(0, time.monotonic())
+        submission.encode(0, self.now_s())
         self._commands.put(lambda: self._add(submission))
 
     def take(self, timeout_s: float) -> list[Outcome]:
@@ -174,6 +181,10 @@ class PipeClient:
         """The hub may forget the tensors of these results."""
         wanted = list(ids)
         self._commands.put(lambda: self._release(wanted))
+
+    def now_s(self) -> float:
+        """time.monotonic, less the time for which this process was stopped: for deadlines of the hub's answers."""
+        return self._clock.now_s if self._thread.is_alive() else time.monotonic()
 
     def silent_s(self) -> float:
         """How long the hub has not been heard of, judged after everything that arrived was read."""
@@ -215,11 +226,11 @@ class PipeClient:
         try:
             while not self._stopping:
                 self._wait()
+                now_s = self._clock.look(time.monotonic())
                 for command in self._commands.take():
                     command()
                 while self._dealer is not None and (frames := self._dealer.receive()) is not None:
-                    self._from_hub(frames)
-                now_s = time.monotonic()
+                    self._from_hub(frames, now_s)
                 self._silent_s = now_s - self._heard_at_s
                 if not self._session:
                     self._try_to_attach(now_s)
@@ -244,21 +255,27 @@ class PipeClient:
         self._attach_at_s = now_s
         try:
             endpoint = locate(self.endpoint, keys=self._keys is not None)
+        except NotAllowed as error:
+            self._refused(str(error), now_s)
+            return
         except PipeError as error:
             self._trouble = str(error)
             return
         refusal = self._dealer.trouble() if self._dealer is not None else ""
-        # zmq does not come back by itself to a hub that has refused it.
-        stale = bool(refusal) and now_s - self._opened_at_s > REOPEN_S
-        if self._dealer is None or self._dealer.endpoint != endpoint or stale:
+        if self._dealer is None or self._dealer.endpoint != endpoint or self._dealer.stale():
             if self._dealer is not None:
                 self._dealer.close()
-            self._dealer, self._opened_at_s = Dealer(self._context, endpoint, self._keys), now_s
+            self._dealer = Dealer(self._context, endpoint, self._keys)
         listens = self._send("attach", self._identity)
         if refusal:
-            self._trouble = f"{endpoint}: {refusal}"
-        elif now_s - self._opened_at_s > REOPEN_S or not self._trouble.startswith(f"{endpoint}: "):
+            self._refused(f"{endpoint}: {refusal}", now_s)
+        elif self._dealer.settled() or not self._trouble.startswith(f"{endpoint}: "):
             self._trouble = f"{endpoint} does not answer" if listens else f"nobody listens at {endpoint}"
+
+    def _refused(self, why: str, now_s: float) -> None:
+        with self._changed:
+            self._trouble, self._refused_at_s = why, now_s
+            self._changed.notify_all()
 
     def _keep_in_touch(self, now_s: float) -> None:
         in_flight = 0
@@ -280,25 +297,26 @@ class PipeClient:
         if now_s - self._since_at_s > SINCE_S and self._send("since", {"seq": self._seq}):
             self._since_at_s = now_s
 
-    def _from_hub(self, frames: list[zmq.Frame]) -> None:
+    def _from_hub(self, frames: list[zmq.Frame], now_s: float) -> None:
         try:
             message = wire.decode([frame.buffer for frame in frames], HUB_TO_CLIENT)
         except WireError as error:
             log.warning("dropped a message of the hub: %s", error)
             return
-        self._heard_at_s = time.monotonic()
+        self._heard_at_s = now_s
         fields = message.fields
         if message.type == "attached":
             self._attached(fields)
         elif message.type == "who":
             self._session = ""
         elif message.type == "accepted":
-            self._accepted(fields)
+            self._accepted(fields, now_s)
         elif message.type == "finished":
             for item in fields["items"]:
-                self._seq = max(self._seq, item["seq"])  # no gaps: in order on one connection, from the start on a new
                 self._finish(Outcome(item["id"], item["ok"], item["seconds"], item["meta"], item["reason"]))
             if fields["items"]:
+                if fields["after"] <= self._seq:  # else something is missing, and the hub will repeat all since then
+                    self._seq = max(self._seq, fields["items"][-1]["seq"])
                 self._since_at_s = float("-inf")  # acknowledged at once: a hub that stops waits for it
         elif message.type in ("payload", "missing"):
             if self._requests.pop(fields["id"], None) is not None:  # else a repetition
@@ -316,6 +334,7 @@ class PipeClient:
         self._session = fields["session"]
         if self._session != self._last_session:  # the hub is new, or has forgotten us
             self._seq = 0
+            self._releasing.clear()
             for submission in self._submissions:
                 submission.unaccepted = set(submission.open)
                 submission.retry_at_s = float("-inf")
@@ -323,13 +342,13 @@ class PipeClient:
             self.kinds, self._last_session = fields["kinds"], self._session
             self._changed.notify_all()
 
-    def _accepted(self, fields: Mapping[str, Any]) -> None:
+    def _accepted(self, fields: Mapping[str, Any], now_s: float) -> None:
         for task_id in (*fields["ids"], *fields["known"]):
             if task_id in self._where:
                 self._where[task_id].unaccepted.discard(task_id)
         for task_id, why in fields["refused"]:
             if why == "full" and task_id in self._where:
-                self._where[task_id].retry_at_s = time.monotonic() + FULL_S
+                self._where[task_id].retry_at_s = now_s + FULL_S
             elif task_id in self._where:
                 self._finish(Outcome(task_id, False, 0.0, {}, f"refused: {why}"))
 
@@ -358,7 +377,7 @@ class PipeClient:
 
     def _release(self, ids: Sequence[str]) -> None:
         self._releasing.update(dict.fromkeys(ids, float("-inf")))
-        self._repeat_releases(time.monotonic())
+        self._repeat_releases(self._clock.now_s)
 
     def _repeat_releases(self, now_s: float) -> None:
         """What the hub has not confirmed: a message that is lost would leave it with tensors for good."""
@@ -374,6 +393,7 @@ class PipeClient:
 
     def _leave(self) -> None:
         self._cancel(list(self._where))
+        self._send_ids("release", list(self._releasing))
         self._send("since", {"seq": self._seq})
         self._stopping = True
 

@@ -22,6 +22,7 @@ from typing import Any
 import zmq
 
 from wfm_ds.pipes import wire
+from wfm_ds.pipes.clock import OwnClock
 from wfm_ds.pipes.keys import HubKeys
 from wfm_ds.pipes.ledger import Ledger
 from wfm_ds.pipes.messages import CLIENT_TO_HUB, META_BYTES, REASON_CHARS, WORKER_TO_HUB
@@ -58,6 +59,13 @@ class _Work:
     submitted_at_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Letter:
+    task_id: str
+    header: bytes
+    frames: tuple[zmq.Frame, ...]
+
+
 @dataclass(slots=True)
 class _Client:
     epoch: int
@@ -80,12 +88,13 @@ class Hub:
         max_bytes: int = 2**32,
         observer: Callable[[Ended], None] = ignore,
         keys: HubKeys | None = None,
+        worker_keys: bool = False,
         on_stall: Callable[[str], None] = lambda worker: None,
         silent_worker_s: float | None = None,
     ) -> None:
         """Endpoints may end in port 0 or *. `observer` is called in the hub's thread with every task that ends: it must
         be quick, and not raise. `on_stall` likewise, with the id of a worker that seems to hang. With `keys` clients
-        must have one that they allow. Raises PipeError if an endpoint cannot be bound.
+        must have one that they allow, with `worker_keys` workers too. Raises PipeError if an endpoint cannot be bound.
 
         `silent_worker_s`: a worker that is not heard of for this long is lost, and what it holds is given to others;
         None: its supervisor alone decides. One that comes back is a worker again.
@@ -109,16 +118,18 @@ class Hub:
         try:
             self._authenticator = None if keys is None else authenticator(self._context, keys)
             self._clients = self._bound(clients, keys)
-            self._workers = self._bound(workers)
+            self._workers = self._bound(workers, keys if worker_keys else None)
         except Exception:
             self._close()
             raise
         self._mids = itertools.count(1)
+        self._clock = OwnClock(time.monotonic())  # a hub that was stopped blames nobody for it
         self._owner_of: dict[bytes, str] = {}
         self._attached: dict[str, _Client] = {}
         self._worker_of: dict[bytes, str] = {}
         self._worker_route: dict[str, bytes] = {}
-        self._outboxes: dict[str, deque[tuple[bytes, tuple[zmq.Frame, ...]]]] = {}  # tasks that a full pipe refused
+        self._life_of: dict[str, str] = {}  # by worker
+        self._outboxes: dict[str, deque[_Letter]] = {}  # tasks that a full pipe refused
         self._silent_worker_s = silent_worker_s
         self._heard_at_s: dict[str, float] = {}  # by worker
         self._spool = Spool()
@@ -184,7 +195,7 @@ class Hub:
 
     def _answer(self, answer: Future[HubStatus]) -> None:
         if answer.set_running_or_notify_cancel():  # else nobody waits for it any more
-            answer.set_result(self._census(time.monotonic()))
+            answer.set_result(self._census(self._clock.now_s))
 
     def _census(self, now_s: float) -> HubStatus:
         kinds, workers = self._ledger.census(now_s)
@@ -194,7 +205,7 @@ class Hub:
 
     def _observe(self, task: Task, completion: Completion) -> None:
         work: _Work = task.payload
-        waited_s = max(0.0, time.monotonic() - work.submitted_at_s - completion.seconds)
+        waited_s = max(0.0, self._clock.now_s - work.submitted_at_s - completion.seconds)
         self._observer(Ended(task.kind, work.rows, work.specs, work.frames, completion, waited_s))
 
     def _bound(self, endpoint: str, keys: HubKeys | None = None) -> Router:
@@ -209,7 +220,7 @@ class Hub:
                 poller.register(readable, zmq.POLLIN)
             while not self._done():
                 poller.poll(TICK_MS)
-                self._turn(time.monotonic())
+                self._turn(self._clock.look(time.monotonic()))
         except Exception as error:  # the border of the thread: whoever owns the hub reads `error`
             log.exception("the hub failed")
             self.error = error
@@ -222,10 +233,10 @@ class Hub:
             command()
         self._receive(self._clients, CLIENT_TO_HUB, self._from_client, now_s)
         self._lose_silent_workers(now_s)
-        for worker, task_id in self._ledger.expire(now_s):
+        for worker, task_id, attempt in self._ledger.expire(now_s):
             log.warning("task %s stalled in worker %s", task_id, worker)
             self._on_stall(worker)
-            self._to_worker(worker, "cancel", {"ids": [task_id], "why": "stalled"})
+            self._to_worker(worker, "stalled", {"id": task_id, "attempt": attempt})
         for owner in [o for o, client in self._attached.items() if now_s - client.seen_at_s > SILENT_CLIENT_S]:
             self._forget(owner)
         for grant in self._ledger.lease(now_s):
@@ -310,15 +321,17 @@ class Hub:
             size = wire.packed_size(fields["meta"])
             if size > META_BYTES:
                 reason = f"a result of {size} bytes, {META_BYTES} are allowed"
-                self._ledger.failed(worker, fields["id"], reason, fatal=True)
+                self._ledger.failed(worker, fields["id"], fields["attempt"], reason, fatal=True)
             else:
                 self._result(worker, message, payload)
             self._send(self._workers, route, "ack", {"ids": [fields["id"]]})
         elif message.type == "leave":
-            self._lose_worker(worker, fields["why"])
+            for task_id in self._ledger.worker_left(worker):
+                log.info("task %s was with a worker that leaves: %s", task_id, fields["why"])
+            self._forget_worker(worker)
         else:
             log.warning("worker %s failed at %s: %s\n%s", worker, fields["id"], fields["reason"], fields["detail"])
-            self._ledger.failed(worker, fields["id"], fields["reason"], fields["fatal"])
+            self._ledger.failed(worker, fields["id"], fields["attempt"], fields["reason"], fields["fatal"])
             self._send(self._workers, route, "ack", {"ids": [fields["id"]]})
 
     def _result(self, worker: str, message: Message, payload: list[zmq.Frame]) -> None:
@@ -329,8 +342,10 @@ class Hub:
             self._spool.put(fields["id"], owner, message.specs, payload)
 
     def _hello(self, route: bytes, fields: Mapping[str, Any], now_s: float) -> None:
-        worker = fields["worker"]
-        self._heard_at_s[worker] = now_s
+        worker, life = fields["worker"], fields["life"]
+        if self._life_of.get(worker, life) != life:
+            self._lose_worker(worker, "its worker died")
+        self._heard_at_s[worker], self._life_of[worker] = now_s, life
         if self._worker_route.get(worker) != route:  # a repeated hello of one route says nothing about what is lost
             self._worker_of.pop(self._worker_route.get(worker, b""), None)
             self._worker_route[worker], self._worker_of[route] = route, worker
@@ -339,11 +354,17 @@ class Hub:
         self._send(self._workers, route, "welcome", {"hub": self.id, "beat_s": BEAT_S})
 
     def _lose_worker(self, worker: str, why: str) -> None:
+        """It died, hangs or cannot be reached: its tasks may be to blame, but for those that were not sent."""
+        self._ledger.not_sent(worker, [letter.task_id for letter in self._outboxes.get(worker, ())])
+        for task_id in self._ledger.worker_lost(worker, why):
+            log.warning("task %s was with a worker that is lost: %s", task_id, why)
+        self._forget_worker(worker)
+
+    def _forget_worker(self, worker: str) -> None:
         self._worker_of.pop(self._worker_route.pop(worker, b""), None)
         self._outboxes.pop(worker, None)
         self._heard_at_s.pop(worker, None)
-        for task_id in self._ledger.worker_lost(worker, why):
-            log.warning("task %s was with a worker that is lost: %s", task_id, why)
+        self._life_of.pop(worker, None)
 
     def _lose_silent_workers(self, now_s: float) -> None:
         limit_s = self._silent_worker_s
@@ -370,14 +391,14 @@ class Hub:
         fields = {"id": grant.task.id, "attempt": grant.attempt, "kind": grant.task.kind, "rows": work.rows}
         fields["note"] = dict(self._note)
         header = wire.encode("task", next(self._mids), fields, work.specs)
-        self._outboxes[grant.worker].append((header, work.frames))
+        self._outboxes[grant.worker].append(_Letter(grant.task.id, header, work.frames))
 
     def _flush(self, worker: str) -> None:
         outbox = self._outboxes[worker]
         while outbox:
-            header, frames = outbox[0]
+            letter = outbox[0]
             try:
-                self._workers.send(self._worker_route[worker], header, frames)
+                self._workers.send(self._worker_route[worker], letter.header, letter.frames)
             except Full:
                 return
             except Unreachable:
@@ -403,7 +424,7 @@ class Hub:
             self._ledger.release(owner, fields["seq"])
             self._attached[owner].notified = fields["seq"]
             if not self._ledger.completions(owner, fields["seq"]):
-                self._send(self._clients, route, "finished", {"items": []})  # a sign of life
+                self._send(self._clients, route, "finished", {"after": fields["seq"], "items": []})  # a sign of life
         elif message.type == "fetch":
             self._answer_with(route, fields["id"], lambda: self._spool.result(fields["id"], owner.split("/", 1)[0]))
         elif message.type == "read":
@@ -490,7 +511,7 @@ class Hub:
                 if batch and size > FINISHED_BYTES:
                     break
                 batch.append(fields)
-            if not self._send(self._clients, client.route, "finished", {"items": batch}):
+            if not self._send(self._clients, client.route, "finished", {"after": client.notified, "items": batch}):
                 return
             client.notified = batch[-1]["seq"]
             items = items[len(batch) :]

@@ -1,8 +1,9 @@
 """CURVE keys, with which sockets encrypt and know each other. `python -m wfm_ds.pipes.keys new DIR NAME` makes a pair.
 
 A folder of keys holds DIR/NAME.key_secret, readable by its owner alone, and DIR/public/NAME.key. A hub's folder has
-hub.key_secret, and in public/ the keys of those who may connect; a client's has one other secret, and public/hub.key.
-The files are those of pyzmq.
+hub.key_secret, and in public/ the keys of those who may connect; a peer's has one other secret, and public/hub.key.
+Whoever holds the hub's own secret may connect with it too: the processes on the hub's side need no keys of theirs. The
+files are those of pyzmq.
 """
 
 from __future__ import annotations
@@ -44,12 +45,16 @@ class ClientKeys:
 
 @dataclass(frozen=True, slots=True)
 class HubKeys:
-    """A hub's own pair, who may connect, and the keys of the hub's own process, which always may."""
+    """A hub's own pair, and who may connect."""
 
     public: bytes
     secret: bytes = field(repr=False)
     allowed: Callable[[bytes], bool]
-    insider: ClientKeys
+
+    @property
+    def insider(self) -> ClientKeys:
+        """Those of processes on the hub's own side, which always may."""
+        return ClientKeys(self.public, self.secret, self.public, HUB)
 
 
 def hub_keys(folder: Path) -> HubKeys:
@@ -58,15 +63,14 @@ def hub_keys(folder: Path) -> HubKeys:
     Raises KeyFileError, also for a file in public/ that is no key. One that is none later lets nobody in and is logged.
     """
     public, secret = _pair(folder / f"{HUB}{SECRET}")
-    inner_public, inner_secret = zmq.curve_keypair()
     for path in _listed(folder):
         _public(path)
 
     def allowed(key: bytes) -> bool:
         """Never raises: it is called by the thread on which every handshake depends."""
-        return key == inner_public or key in _readable(folder)
+        return key == public or key in _readable(folder)
 
-    return HubKeys(public, secret, allowed, ClientKeys(inner_public, inner_secret, public, "insider"))
+    return HubKeys(public, secret, allowed)
 
 
 def _listed(folder: Path) -> list[Path]:
@@ -88,8 +92,10 @@ def _readable(folder: Path) -> set[bytes]:
 
 
 def client_keys(folder: Path) -> ClientKeys:
-    """A client's. Raises KeyFileError."""
+    """A client's or a worker's, or in a hub's folder the hub's own. Raises KeyFileError."""
     secrets = [path for path in folder.glob(f"*{SECRET}") if path.name != f"{HUB}{SECRET}"]
+    if not secrets and (folder / f"{HUB}{SECRET}").exists():
+        return hub_keys(folder).insider
     if len(secrets) != 1:
         found = ", ".join(sorted(path.name for path in secrets)) or "none"
         raise KeyFileError(
@@ -151,10 +157,12 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m wfm_ds.pipes.keys", description="Keys of hubs and clients.")
+    parser = argparse.ArgumentParser(
+        prog="python -m wfm_ds.pipes.keys", description="Keys of hubs, clients and workers."
+    )
     command = parser.add_subparsers(dest="command", required=True).add_parser("new", help="make a pair of keys")
     command.add_argument("folder", type=Path, metavar="DIR", help="made if it is not there")
-    command.add_argument("name", metavar="NAME", help=f"{HUB} for a hub; any other for a client")
+    command.add_argument("name", metavar="NAME", help=f"{HUB} for a hub; any other for a client or worker")
     options = parser.parse_args(arguments)
     try:
         secret, public = new(options.folder, options.name)

@@ -7,6 +7,9 @@
 A *lease* outlives its task's interest in it: when the task is finished elsewhere, cancelled or requeued, the lease is
 *void* but keeps its place in the worker's credit until the worker reports, or is lost. So a worker that hangs is never
 given more. The first result of a task wins, whoever brings it; every other one is recognised and ignored.
+
+An *attempt* is a lease that ended in a failure, a stall or its worker's death: MAX_ATTEMPTS of them quarantine a task.
+A worker that says goodbye, or that the task never reached, costs none.
 """
 
 from __future__ import annotations
@@ -28,10 +31,11 @@ class _Entry:
     task: Task
     order: int  # kept for life: a requeued task is leased before younger ones
     state: State = State.WAITING
-    attempt: int = 0
+    attempt: int = 0  # how often it was leased: which lease a worker speaks of
+    failures: int = 0
     worker: str | None = None
     tried: set[str] = field(default_factory=set)
-    reasons: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)  # of the failures
     suspect: bool = False  # it failed, or its worker died or hung
 
 
@@ -44,7 +48,7 @@ class _Lease:
     progress_at_s: float
     done: int = 0
     void: bool = False
-    stalled: bool = False  # and said so
+    stalled_at_s: float = float("-inf")  # when it was said to have stalled, the last time
 
 
 @dataclass(slots=True)
@@ -172,7 +176,7 @@ class Ledger:
         known = self._workers.setdefault(worker, _Worker(kinds, credit))
         known.kinds, known.credit = kinds, credit
         for task_id in known.leases.keys() - set(held):
-            self._drop_lease(worker, task_id, "its task did not arrive", suspect=False)
+            self._give_back(worker, task_id)
 
     def lease(self, now_s: float) -> list[Grant]:
         """Hand out what waits, oldest first within a kind, as far as credit goes; prefers a worker not tried yet."""
@@ -208,8 +212,12 @@ class Ledger:
         self._finish(entry, State.DONE, worker=worker, seconds=seconds, meta=meta, attempt=attempt)
         return self._count(Verdict.ACCEPTED if current else Verdict.LATE)
 
-    def failed(self, worker: str, task_id: str, reason: str, fatal: bool) -> Verdict:
+    def failed(self, worker: str, task_id: str, attempt: int, reason: str, fatal: bool) -> Verdict:
         """The worker could not do it: another attempt, or quarantine with the reasons of all."""
+        known = self._workers.get(worker)
+        lease = known.leases.get(task_id) if known else None
+        if lease is not None and lease.attempt != attempt:
+            return self._count(Verdict.DUPLICATE)  # about an earlier lease of the same worker
         current = self._take_lease(worker, task_id)
         entry = self._entries.get(task_id)
         if entry is None or not current:
@@ -218,27 +226,43 @@ class Ledger:
         return self._count(Verdict.ACCEPTED)
 
     def worker_lost(self, worker: str, why: str) -> list[str]:
-        """Requeue all its leases; each counts as an attempt, so a task that kills workers ends in quarantine."""
+        """Requeue all its leases; each counts as an attempt, so a task that kills workers ends in quarantine. Returns
+        their tasks."""
         known = self._workers.get(worker)
         lost = list(known.leases) if known else []
         for task_id in lost:
-            self._drop_lease(worker, task_id, why, suspect=True)
+            if self._take_lease(worker, task_id):
+                self._requeue(self._entries[task_id], why, fatal=False)
         self._workers.pop(worker, None)
         return lost
 
-    def expire(self, now_s: float) -> list[tuple[str, str]]:
+    def worker_left(self, worker: str) -> list[str]:
+        """It said goodbye: requeue all its leases, of which none counts as an attempt. Returns their tasks."""
+        known = self._workers.get(worker)
+        left = list(known.leases) if known else []
+        self.not_sent(worker, left)
+        self._workers.pop(worker, None)
+        return left
+
+    def not_sent(self, worker: str, task_ids: Iterable[str]) -> None:
+        """Requeue these leases, which have not reached the worker; none counts as an attempt."""
+        for task_id in task_ids:
+            self._give_back(worker, task_id)
+
+    def expire(self, now_s: float) -> list[tuple[str, str, int]]:
         """Requeue what saw no progress for its kind's stall_s, give up what is past its deadline.
 
-        Returns (worker, task id) of the leases that have stalled just now, void ones too: those workers hang. They keep
-        their place in the worker's credit: see the module docstring.
+        Returns (worker, task id, attempt) of the leases that have stalled, void ones too, again after each stall_s:
+        those workers hang, or never heard of the task. The leases keep their place in the worker's credit: see the
+        module docstring.
         """
         stalled = []
         for name, worker in self._workers.items():
             for task_id, lease in worker.leases.items():
-                if lease.stalled or now_s - lease.progress_at_s <= lease.stall_s:
+                if now_s - max(lease.progress_at_s, lease.stalled_at_s) <= lease.stall_s:
                     continue
-                stalled.append((name, task_id))
-                lease.stalled = True
+                stalled.append((name, task_id, lease.attempt))
+                lease.stalled_at_s = now_s
                 if not lease.void:
                     lease.void = True
                     self._requeue(self._entries[task_id], f"no progress for {lease.stall_s:g} s", fatal=False)
@@ -291,7 +315,8 @@ class Ledger:
         leased = {e.task.id for e in self._entries.values() if e.state is State.LEASED}
         assert live == Counter(leased), "each leased task has exactly one live lease, no other has any"
         for entry in self._entries.values():
-            assert entry.attempt <= MAX_ATTEMPTS
+            assert entry.failures <= min(MAX_ATTEMPTS, entry.attempt)
+            assert entry.failures < MAX_ATTEMPTS or entry.state is State.QUARANTINED
             assert (entry.worker is not None) == (entry.state is State.LEASED)
             queued = (entry.order, entry.task.id) in self._waiting.get(entry.task.kind, [])
             assert queued or entry.state is not State.WAITING
@@ -310,17 +335,22 @@ class Ledger:
         self._num_waiting[entry.task.kind] += 1
         heapq.heappush(self._waiting[entry.task.kind], (entry.order, entry.task.id))
 
-    def _requeue(self, entry: _Entry, reason: str, fatal: bool, *, suspect: bool = True) -> None:
+    def _requeue(self, entry: _Entry, reason: str, fatal: bool) -> None:
+        """An attempt has ended without a result."""
         entry.reasons.append(reason)
-        entry.suspect = entry.suspect or suspect
-        if fatal or entry.attempt >= MAX_ATTEMPTS:
-            tries = f" ({entry.attempt} attempts)" if entry.attempt > 1 else ""
+        entry.suspect = True
+        entry.failures += 1
+        if fatal or entry.failures >= MAX_ATTEMPTS:
+            tries = f" ({entry.failures} attempts)" if entry.failures > 1 else ""
             self._finish(entry, State.QUARANTINED, reason="; ".join(dict.fromkeys(entry.reasons)) + tries)
         else:
-            self._enqueue(entry)
-            self.counts["requeued"] += 1
-            if entry.task.kind in self._down:
-                self._finish(entry, State.QUARANTINED, reason=self._down[entry.task.kind])
+            self._wait_again(entry)
+
+    def _wait_again(self, entry: _Entry) -> None:
+        self._enqueue(entry)
+        self.counts["requeued"] += 1
+        if entry.task.kind in self._down:
+            self._finish(entry, State.QUARANTINED, reason=self._down[entry.task.kind])
 
     def _finish(
         self,
@@ -374,9 +404,10 @@ class Ledger:
         lease = known.leases.pop(task_id, None) if known else None
         return lease is not None and not lease.void
 
-    def _drop_lease(self, worker: str, task_id: str, why: str, *, suspect: bool) -> None:
+    def _give_back(self, worker: str, task_id: str) -> None:
+        """Its lease ends, and was no attempt."""
         if self._take_lease(worker, task_id):
-            self._requeue(self._entries[task_id], why, fatal=False, suspect=suspect)
+            self._wait_again(self._entries[task_id])
 
     def _oldest_waiting(self, kind: str) -> _Entry | None:
         heap = self._waiting[kind]

@@ -84,7 +84,7 @@ _COMPLETION = Record({
     "id": _ID,
     "ok": Flag(),
     "worker": Text(),
-    "attempt": Integer(0, 100),
+    "attempt": Integer(),
     "seconds": Number(),
     "meta": FreeMap(),
     "reason": Text(),  # why there is no result; empty if ok
@@ -94,16 +94,17 @@ SCHEMAS: dict[str, dict[str, Check]] = {
     # worker -> hub
     "hello": {
         "worker": Text(64),  # the logical id: routes change with every reconnection, this does not
+        "life": Text(64),  # of the worker's process: a new one means that the last one died
         "name": Text(),  # for people
         "kinds": ListOf(_ID, 64),
         "credit": Integer(1, 1024),  # tasks it wants to hold
         "held": _IDS,  # what it has; leases on anything else were lost on the way
     },
-    "beat": {"progress": ListOf(Tuple((_ID, Integer(1, 100), Integer(), Integer())))},  # [id, attempt, done, total]
-    "result": {"id": _ID, "attempt": Integer(1, 100), "seconds": Number(), "meta": FreeMap()},
+    "beat": {"progress": ListOf(Tuple((_ID, Integer(1), Integer(), Integer())))},  # [id, attempt, done, total]
+    "result": {"id": _ID, "attempt": Integer(1), "seconds": Number(), "meta": FreeMap()},
     "failed": {
         "id": _ID,
-        "attempt": Integer(1, 100),
+        "attempt": Integer(1),
         "reason": _REASON,
         "detail": Text(DETAIL_CHARS),
         "fatal": Flag(),  # do not try elsewhere
@@ -113,12 +114,13 @@ SCHEMAS: dict[str, dict[str, Check]] = {
     "welcome": {"hub": Text(64), "beat_s": Number()},  # `hub` is new at each start of the hub
     "task": {
         "id": _ID,
-        "attempt": Integer(1, 100),
+        "attempt": Integer(1),  # how often it was leased; not all of these count as attempts at it
         "kind": _ID,
         "rows": ListOf(FreeMap(), MAX_ROWS),
         "note": FreeMap(),  # what the hub's owner announced last, such as the weights to use
     },
     "ack": {"ids": _IDS},
+    "stalled": {"id": _ID, "attempt": Integer(1, 100)},  # this lease saw no progress; perhaps its task never arrived
     "bye": {"why": _REASON},  # the hub's work is done: leave
     # client -> hub
     "attach": {"run": Text(120), "client": Text(120), "epoch": Integer()},  # a restarted client has a higher epoch
@@ -133,10 +135,13 @@ SCHEMAS: dict[str, dict[str, Check]] = {
         "kinds": FreeMap(),  # what it offers: kind -> facts from its configuration
     },
     "accepted": {"ids": _IDS, "known": _IDS, "refused": ListOf(Tuple((_ID, Text())))},
-    "finished": {"items": ListOf(_COMPLETION)},
+    "finished": {
+        "after": Integer(),  # the seq before these: a client that has not seen it knows that a message was lost
+        "items": ListOf(_COMPLETION),
+    },
+    "released": {"ids": _IDS},
     "payload": {"id": _ID},  # a result, or `file@offset`
     "missing": {"id": _ID, "why": _REASON},
-    "released": {"ids": _IDS},
     # hub -> any, client -> hub
     "who": {},  # "I do not know this route: say hello or attach again"
     "reject": {"about": Integer(), "why": _REASON},
@@ -144,7 +149,7 @@ SCHEMAS: dict[str, dict[str, Check]] = {
 }
 
 WORKER_TO_HUB = frozenset({"hello", "beat", "result", "failed", "leave"})
-HUB_TO_WORKER = frozenset({"welcome", "task", "ack", "cancel", "bye", "who", "reject"})
+HUB_TO_WORKER = frozenset({"welcome", "task", "ack", "stalled", "cancel", "bye", "who", "reject"})
 CLIENT_TO_HUB = frozenset({"attach", "submit", "since", "fetch", "read", "release", "cancel"})
 HUB_TO_CLIENT = frozenset({"attached", "accepted", "finished", "payload", "missing", "released", "who", "reject"})
 TYPES_WITH_TENSORS = frozenset({"submit", "task", "result", "payload"})

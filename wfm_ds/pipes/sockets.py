@@ -15,6 +15,7 @@ import re
 import socket
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ IPC_PATH_BYTES = 107  # of sockaddr_un
 LINGER_MS = 2000
 HIGH_WATER_MARK = 64  # messages; a safety net, credit is the bound
 ZAP_DOMAIN = b"wfm"
+REOPEN_S = 1.0  # before a hub that has refused a peer is tried again
 EVERY_INTERFACE = ("*", "0.0.0.0", "::")
 
 HANDSHAKE_FAILED = (
@@ -43,6 +45,10 @@ T = TypeVar("T")
 
 class PipeError(UserError):
     """An endpoint cannot be bound, is not allowed, or nobody answers there."""
+
+
+class NotAllowed(PipeError):
+    """An endpoint that is not used as it is: waiting does not help."""
 
 
 class Unreachable(Exception):
@@ -90,16 +96,16 @@ class Mailbox(Generic[T]):
 def check_endpoint(endpoint: str, *, keys: bool = False) -> str:
     """The endpoint, if it may be used: ipc://PATH, tcp:// on loopback, or with keys any one tcp:// address.
 
-    Raises PipeError with the way out.
+    Raises NotAllowed with the way out.
     """
     if endpoint.startswith("ipc://"):
         path = endpoint.removeprefix("ipc://")
         if not path.startswith("/") or len(os.fsencode(path)) > IPC_PATH_BYTES:
-            raise PipeError(f"{endpoint}: an ipc path is absolute and at most {IPC_PATH_BYTES} bytes long")
+            raise NotAllowed(f"{endpoint}: an ipc path is absolute and at most {IPC_PATH_BYTES} bytes long")
         return endpoint
     match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:]+\]|[^:/\[\]]+):(\d{1,5}|\*)", endpoint)
     if not match:
-        raise PipeError(f"{endpoint!r} is not an endpoint; write ipc:///PATH or tcp://127.0.0.1:PORT")
+        raise NotAllowed(f"{endpoint!r} is not an endpoint; write ipc:///PATH or tcp://127.0.0.1:PORT")
     host = match[1].strip("[]")
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -108,8 +114,8 @@ def check_endpoint(endpoint: str, *, keys: bool = False) -> str:
     if loopback or (keys and host not in EVERY_INTERFACE):
         return endpoint
     if keys:
-        raise PipeError(f"{endpoint}: name one address of this machine, not all of them")
-    raise PipeError(f"{endpoint}: only ipc:// and loopback tcp are allowed without keys, messages travel unencrypted")
+        raise NotAllowed(f"{endpoint}: name one address of this machine, not all of them")
+    raise NotAllowed(f"{endpoint}: only ipc:// and loopback tcp are allowed without keys, messages travel unencrypted")
 
 
 def private_folder() -> Path:
@@ -171,6 +177,7 @@ class Dealer:
         check_endpoint(endpoint, keys=keys is not None)
         self._keys = keys
         self._trouble = ""
+        self._opened_at_s = time.monotonic()
         self.socket = context.socket(zmq.DEALER)
         _set_options(self.socket)
         self.socket.set(zmq.IMMEDIATE, 1)  # an outage is seen, nothing is queued for a hub that is not there
@@ -205,6 +212,14 @@ class Dealer:
             else:
                 self._trouble = "no handshake: the hub wants keys, or this is no hub"
         return self._trouble
+
+    def settled(self) -> bool:
+        """Whether there was time for a first handshake."""
+        return time.monotonic() - self._opened_at_s > REOPEN_S
+
+    def stale(self) -> bool:
+        """Whether to open another: zmq does not come back by itself to a hub that has refused it."""
+        return bool(self.trouble()) and self.settled()
 
     def close(self) -> None:
         if not self.socket.closed:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -22,6 +23,7 @@ from typing import Any, TypeAlias
 import zmq
 
 from wfm_ds.pipes import wire
+from wfm_ds.pipes.keys import ClientKeys
 from wfm_ds.pipes.messages import DETAIL_CHARS, HUB_TO_WORKER, META_BYTES, REASON_CHARS
 from wfm_ds.pipes.sockets import Dealer, Full, Mailbox
 from wfm_ds.pipes.wire import Array, Buffer, Message, TensorSpec, WireError
@@ -103,29 +105,38 @@ class LeaseWorker:
         name: str,
         kinds: list[str],
         credit: int = 1,
+        keys: ClientKeys | None = None,
         parent_fd: int | None = None,
         watchdog_s: float = 600.0,
+        ends_process: bool = True,
     ) -> None:
-        """`parent_fd`: the read end of a pipe, whose end of file means that nobody wants the work any more.
+        """`keys`: for a hub whose workers need some. `parent_fd`: the read end of a pipe, whose end of file means that
+        nobody wants the work any more.
 
         `watchdog_s`: a task that keeps the interpreter's lock this long ends the process; nothing else could.
+        `ends_process`: so does a task that is still running when the worker is to stop; False: the caller waits for
+        `left` and ends it.
         """
-        self._hello = {"worker": worker, "name": name, "kinds": kinds, "credit": credit}
-        self._endpoint = endpoint
+        life = uuid.uuid4().hex
+        self._hello = {"worker": worker, "life": life, "name": name, "kinds": kinds, "credit": credit}
+        self._endpoint, self._keys = endpoint, keys
         self._parent_fd = parent_fd
-        self._watchdog_s = watchdog_s
+        self._watchdog_s, self._ends_process = watchdog_s, ends_process
         self._tasks: queue.SimpleQueue[TaskInHand | None] = queue.SimpleQueue()
         self._news: Mailbox[_Report | None] = Mailbox()  # None: look at the marks
         self._reports: dict[str, _Report] = {}
-        self._queued: set[str] = set()  # held: arrived, not reported yet
+        self._queued: dict[str, int] = {}  # the attempts that are held: arrived, not reported yet
         self._next: TaskInHand | None = None  # arrived, but too large for the batch that was being gathered
         self._running: frozenset[str] = frozenset()
         self._marks: list[tuple[str, int, int, int]] = []  # id, attempt, done, total of the running tasks
         self._mids = itertools.count(1)
         self._hub = ""
+        self._trouble = ""  # why the hub does not want this worker, as logged last
         self._beat_s = 2.0
         self._stopping = threading.Event()
         self._main_done = threading.Event()
+        self._broken = False  # a task has ended the loop
+        self.left = threading.Event()  # nothing is sent any more; the hub was told, if it was there
 
     def run(self, handle: Handle) -> None:
         """Do tasks until told to stop. An exception of `handle` becomes a failure of that task; the loop goes on."""
@@ -139,6 +150,9 @@ class LeaseWorker:
         try:
             while batch := self._gathered(max_rows, max_wait_s):
                 self._do(batch, handle)
+        except BaseException:  # sys.exit in a task: who just left would be given the task again, for ever
+            self._broken = True
+            raise
         finally:
             self._main_done.set()
             self.stop()
@@ -194,18 +208,15 @@ class LeaseWorker:
 
     def _talk(self) -> None:
         context: zmq.Context[Any] = zmq.Context()
-        dealer = Dealer(context, self._endpoint)
+        dealer = Dealer(context, self._endpoint, self._keys)
         try:
-            poller = zmq.Poller()
-            poller.register(dealer.socket, zmq.POLLIN)
-            poller.register(self._news.fileno(), zmq.POLLIN)
-            if self._parent_fd is not None:
-                poller.register(self._parent_fd, zmq.POLLIN)
             hello_at_s = beat_at_s = armed_at_s = float("-inf")
             while not self._stopping.is_set():
-                if self._parent_is_gone(dict(poller.poll(POLL_MS))):
+                if self._parent_is_gone(self._readable(dealer)):
                     break
                 now_s = time.monotonic()
+                if dealer.stale():
+                    dealer = self._reopened(context, dealer)
                 if now_s - armed_at_s > ARM_S:
                     armed_at_s = now_s
                     faulthandler.dump_traceback_later(self._watchdog_s, exit=True)
@@ -214,7 +225,7 @@ class LeaseWorker:
                     self._from_hub(frames)
                 if not self._hub and now_s - hello_at_s > HELLO_S:
                     hello_at_s = now_s
-                    held = sorted(self._queued | self._reports.keys())
+                    held = sorted(self._queued.keys() | self._reports.keys())
                     self._send(dealer, "hello", {**self._hello, "held": held})
                 if self._hub and (new_mark or now_s - beat_at_s > self._beat_s):
                     beat_at_s = now_s
@@ -222,13 +233,28 @@ class LeaseWorker:
                 self._send_reports(dealer, now_s)
         finally:
             faulthandler.cancel_dump_traceback_later()
-            if self._hub:
+            if self._hub and not self._broken:
                 self._send(dealer, "leave", {"why": "its worker left"})
             dealer.close()
             context.term()
+            self.left.set()
             self._tasks.put(None)
-            if not self._main_done.wait(1.0):
+            if self._ends_process and not self._main_done.wait(1.0):
                 os._exit(0)  # busy with a task that nobody wants any more
+
+    def _readable(self, dealer: Dealer) -> Mapping[Any, int]:
+        poller = zmq.Poller()
+        for source in (dealer.socket, self._news.fileno(), self._parent_fd):
+            if source is not None:
+                poller.register(source, zmq.POLLIN)
+        return dict(poller.poll(POLL_MS))
+
+    def _reopened(self, context: zmq.Context[Any], dealer: Dealer) -> Dealer:
+        if (why := dealer.trouble()) != self._trouble:
+            log.warning("%s: %s", self._endpoint, why)
+        self._hub, self._trouble = "", why
+        dealer.close()
+        return Dealer(context, self._endpoint, self._keys)
 
     def _parent_is_gone(self, readable: Mapping[Any, int]) -> bool:
         return self._parent_fd is not None and self._parent_fd in readable and not os.read(self._parent_fd, 4096)
@@ -240,7 +266,7 @@ class LeaseWorker:
             if report is None:
                 new_mark = bool(self._marks)
             else:
-                self._queued.discard(report.fields["id"])
+                self._queued.pop(report.fields["id"], None)
                 self._reports[report.fields["id"]] = report
         return new_mark
 
@@ -253,14 +279,17 @@ class LeaseWorker:
         fields = message.fields
         if message.type == "welcome":
             if fields["hub"] != self._hub:
-                self._hub, self._beat_s = fields["hub"], fields["beat_s"]
+                self._hub, self._beat_s, self._trouble = fields["hub"], fields["beat_s"], ""
                 for report in self._reports.values():
                     report.sent_at_s = float("-inf")
         elif message.type == "who":
             self._hub = ""
         elif message.type == "task":
+            told = self._reports.get(fields["id"])
+            if told is not None and told.type == "failed" and told.fields["attempt"] < fields["attempt"]:
+                del self._reports[fields["id"]]  # the hub has heard of it: this is another try
             if fields["id"] not in self._queued and fields["id"] not in self._reports:
-                self._queued.add(fields["id"])
+                self._queued[fields["id"]] = fields["attempt"]
                 self._tasks.put(TaskInHand(fields["id"], fields["attempt"], fields["kind"], fields["rows"], message))
         elif message.type == "ack":
             for task_id in fields["ids"]:
@@ -269,21 +298,28 @@ class LeaseWorker:
             log.info("the hub says: %s", fields["why"])
             self._stopping.set()
         elif message.type == "cancel":
-            self._cancel(fields["ids"], fields["why"])
+            for task_id in self._queued.keys() & set(fields["ids"]) - self._running:
+                self._give_up(task_id, self._queued[task_id], f"cancelled: {fields['why']}")
+        elif message.type == "stalled":
+            self._stalled(fields["id"], fields["attempt"])
         else:
             log.warning("the hub rejected a message: %s", fields["why"])
 
-    def _cancel(self, ids: list[str], why: str) -> None:
-        if why == "stalled" and self._running.intersection(ids):
+    def _stalled(self, task_id: str, attempt: int) -> None:
+        if task_id in self._reports or self._queued.get(task_id, attempt) != attempt:
+            return  # it is over
+        if task_id in self._running:
             hung = ", ".join(sorted(self._running))
             log.error("%s hangs: this worker ends, its supervisor starts another. Stacks:", hung)
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
             os._exit(EXIT_HUNG)  # a thread that hangs cannot be stopped in any other way
-        for task_id in ids:
-            if task_id not in self._running and task_id in self._queued:
-                self._queued.discard(task_id)
-                reason = {"reason": f"cancelled: {why}"[:REASON_CHARS], "detail": "", "fatal": False}
-                self._news.put(_Report("failed", {"id": task_id, "attempt": 1, **reason}))
+        self._give_up(task_id, attempt, "it was not begun" if task_id in self._queued else "it did not arrive")
+
+    def _give_up(self, task_id: str, attempt: int, why: str) -> None:
+        """Before it was begun."""
+        self._queued.pop(task_id, None)
+        failure = {"reason": _text(why, REASON_CHARS), "detail": "", "fatal": False}
+        self._news.put(_Report("failed", {"id": task_id, "attempt": attempt, **failure}))
 
     def _send_reports(self, dealer: Dealer, now_s: float) -> None:
         for report in self._reports.values() if self._hub else ():

@@ -1,8 +1,7 @@
 """`python -m wfm_ds.rollout`."""
 
-import sys
-
 from wfm_ds.rollout.worker import main
+from wfm_ds.train import entry
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry(main)  # a chunk that nobody wants any more is not waited for

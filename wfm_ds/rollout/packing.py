@@ -66,11 +66,8 @@ def pack_trajectory(trajectory: Trajectory) -> tuple[dict[str, Any], Arrays]:
     return {"steps": layout}, [(name, finite(tensor).float().cpu().numpy()) for name, tensor in arrays]
 
 
-def unpack_trajectory(
-    layout: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]], device: torch.device
-) -> Trajectory:
-    """On the device. Raises KeyError, IndexError or ValueError for what `pack_trajectory` cannot have given."""
-    tensors = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+def unpack_trajectory(layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Trajectory:
+    """What `pack_trajectory` gave. Raises KeyError, IndexError or ValueError for what it cannot have given."""
     stored = [
         StoredStep(
             index,

@@ -20,9 +20,10 @@ from typing import Any
 from wfm_ds import atomic
 from wfm_ds.errors import RecipeError
 from wfm_ds.pipes.hub import Hub, Kind
+from wfm_ds.pipes.keys import HubKeys, hub_keys
 from wfm_ds.pipes.sockets import private_folder
 from wfm_ds.pipes.status import Ended
-from wfm_ds.recipe import Recipe
+from wfm_ds.recipe import Recipe, RolloutRecipe
 from wfm_ds.rollout.worker import KIND
 from wfm_ds.traces import ROLLOUT
 from wfm_ds.world import free_port
@@ -45,7 +46,8 @@ class RolloutService:
         """`identity`: of this trainer's samples. `rewards`: address of the reward service. `num_ranks`: with which the
         workers share this machine.
 
-        Raises PipeError if rollout.bind cannot be bound, RecipeError for a device that has to be named.
+        Raises PipeError if rollout.bind cannot be bound, KeyFileError if rollout.keys cannot be used, RecipeError for a
+        device that has to be named.
         """
         assert recipe.rollout is not None
         assert recipe.reward is not None
@@ -66,6 +68,8 @@ class RolloutService:
                 # No progress while a chunk waits for its turn on the device, or for its scores.
                 kinds={KIND: Kind(self.settings.timeout_s + recipe.reward.timeout_s, info)},
                 silent_worker_s=self.settings.lost_after_s,
+                keys=trainer_keys(self.settings),
+                worker_keys=self.settings.keys is not None,
                 observer=self._observe,
             )
         except BaseException:
@@ -219,6 +223,12 @@ def spawn_devices(named: list[str] | None, spawn: int) -> list[str]:
             "out of the training ranks; or set spawn: 0 and start workers elsewhere"
         )
     return ["cpu"]
+
+
+def trainer_keys(settings: RolloutRecipe) -> HubKeys | None:
+    """Those of the trainer's hub, whose `insider` is every rank's and every worker's that it starts; None without
+    rollout.keys. Raises KeyFileError."""
+    return None if settings.keys is None else hub_keys(settings.keys)
 
 
 def endpoints(bind: str, folder: Path | None) -> tuple[str, str]:

@@ -1,20 +1,23 @@
-"""Rollouts by other processes: rank 0 coordinates and publishes, every rank fetches those of its replica."""
+"""Rollouts by other processes: rank 0 coordinates and publishes, the leader of each replica fetches its samples."""
 
 from __future__ import annotations
 
 import logging
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from wfm_ds.algorithms import RlAlgorithm
 from wfm_ds.errors import RunError
 from wfm_ds.job import Job
 from wfm_ds.pipes.client import Outcome, PipeClient, TaskRequest
 from wfm_ds.pipes.hub import Hub
+from wfm_ds.pipes.keys import ClientKeys
 from wfm_ds.pipes.messages import MAX_ROWS
 from wfm_ds.pipes.sockets import PipeError
 from wfm_ds.pipes.wire import Message, WireError
@@ -25,9 +28,9 @@ from wfm_ds.rollout.members import Member, StepRollouts, rolled_out, step_member
 from wfm_ds.rollout.packing import ChunkWork, nothing, unpack_trajectory
 from wfm_ds.rollout.publisher import Publisher
 from wfm_ds.rollout.scores import unpack_scores
-from wfm_ds.rollout.service import RolloutService
+from wfm_ds.rollout.service import RolloutService, trainer_keys
 from wfm_ds.rollout.worker import KIND
-from wfm_ds.sampling.denoise import FlowPlan, Trajectory
+from wfm_ds.sampling.denoise import FlowPlan
 from wfm_ds.types import Rollout, Score
 
 log = logging.getLogger(__name__)
@@ -53,19 +56,35 @@ class _Planned:
     scores: Sequence[Any]
 
 
+_Arrays = Mapping[str, Tensor]
+"""The tensors of one chunk by name, float32."""
+
+
+def _arrays(payload: Message) -> _Arrays:
+    """In host memory. Raises WireError if they were damaged on the way."""
+    tensors = zip(payload.specs, payload.tensors(), strict=True)
+    return {spec.name: torch.from_numpy(array) for spec, array in tensors}
+
+
 class AsyncSource:
     """The samples of each step in the order of the prompt stream; see coordinator.py for what may be how old."""
 
     def __init__(
-        self, job: Job, groups: GroupSource, algorithm: RlAlgorithm, endpoint: str, service: RolloutService | None
+        self,
+        job: Job,
+        groups: GroupSource,
+        algorithm: RlAlgorithm,
+        endpoint: str,
+        keys: ClientKeys | None,
+        service: RolloutService | None,
     ) -> None:
-        """`service`: on rank 0. Raises PipeError if its hub does not answer."""
+        """Collective. `service`: on rank 0."""
         assert job.recipe.rollout is not None
         self.job, self.groups, self.algorithm = job, groups, algorithm
         self.settings, self.service = job.recipe.rollout, service
         self.life = str(job.world.broadcast(uuid.uuid4().hex[:12]))
         run = job.recipe.run.output_dir.name[:100].replace("/", "_")
-        self.client = PipeClient(endpoint, run=f"{run}-{self.life}", client=f"rank{job.world.rank}")
+        self.client = PipeClient(endpoint, run=f"{run}-{self.life}", client=f"rank{job.world.rank}", keys=keys)
         self.publisher = Publisher(job, algorithm.rollout_policy, self.life, service.hub if service else None)
         self.lead = _Lead(job, self.life, groups, self.client, service) if service is not None else None
         self._scores: dict[str, dict[str, Score]] = {}
@@ -113,10 +132,12 @@ class AsyncSource:
         planned = [_Planned(*line) for line in job.world.broadcast(self.lead.plan(step) if self.lead else None)]
         count = job.derived.samples_per_rank
         first = job.world.dp_rank * count
-        mine: list[Rollout] = []
+        here = [chunk for chunk in planned if chunk.first < first + count and chunk.stop > first]
+        fetched: Mapping[str, _Arrays] = {}
         error = ""
         try:
-            mine = self._fetched(planned, members, first, first + count, step)
+            if job.world.is_leader:
+                fetched = self._fetched(here, step)
         except (PipeError, WireError, KeyError, IndexError, TypeError, ValueError) as raised:
             error = f"rank {job.world.rank} has not the samples of step {step}: {type(raised).__name__} {raised}"
         errors = [e for e in job.world.gather(error) if e]
@@ -124,6 +145,10 @@ class AsyncSource:
             raise RunError("; ".join(errors))
         if self.lead is not None:
             self.client.release([chunk.task_id for chunk in planned])
+        mine: list[Rollout] = []
+        for chunk in here:
+            rows = range(max(chunk.first, first), min(chunk.stop, first + count))
+            mine += self._rollouts(chunk, fetched.get(chunk.task_id), members, rows, step)
         self._scores = self._all_scores(planned, members)
         self._stats = self._measured(planned)
         return StepRollouts(members=members, mine=mine, first=first, broken={})
@@ -137,33 +162,34 @@ class AsyncSource:
     def close(self) -> None:
         self.client.close()
 
-    def _fetched(
-        self, planned: Sequence[_Planned], members: Sequence[Member], first: int, stop: int, step: int
-    ) -> list[Rollout]:
-        """This rank's samples [first, stop)."""
-        here = [chunk for chunk in planned if chunk.first < stop and chunk.stop > first]
-        payloads = self.client.fetch([c.task_id for c in here if c.staleness is not None], FETCH_S)
+    def _fetched(self, chunks: Sequence[_Planned], step: int) -> dict[str, _Arrays]:
+        """The arrays of these chunks, by task, where there are any. Raises ValueError unless they are what the step's
+        plan stores of so many samples."""
         plan, shape = self.algorithm.plan(step), self.job.latent_shape
         assert isinstance(plan, FlowPlan)
-        mine: list[Rollout] = []
-        for chunk in here:
-            rows = range(max(chunk.first, first), min(chunk.stop, stop))
-            if chunk.staleness is None:
-                mine += [nothing(members[i], plan, shape, self.job.world.device) for i in rows]
-                continue
-            trajectory = self._trajectory(payloads[chunk.task_id], chunk, plan, shape)
-            mine += [rolled_out(members[i], trajectory, i - chunk.first, broken=False) for i in rows]
-        return mine
+        whole = {chunk.task_id: chunk for chunk in chunks if chunk.staleness is not None}
+        arrays = {task_id: _arrays(message) for task_id, message in self.client.fetch(whole, FETCH_S).items()}
+        for task_id, chunk in whole.items():
+            found = unpack_trajectory(chunk.layout, arrays[task_id])
+            batch = (chunk.stop - chunk.first, *shape)
+            tensors = [found.clean, *(t for s in found.stored for t in (s.latents, s.next_latents))]
+            if any(tuple(t.shape) != batch for t in tensors) or tuple(s.index for s in found.stored) != plan.stored:
+                raise ValueError(f"{task_id} is not what its step stores")
+        return arrays
 
-    def _trajectory(self, payload: Message, chunk: _Planned, plan: FlowPlan, shape: tuple[int, ...]) -> Trajectory:
-        """Raises ValueError unless it is what the plan stores of so many samples."""
-        arrays = {spec.name: array for spec, array in zip(payload.specs, payload.tensors(), strict=True)}
-        found = unpack_trajectory(chunk.layout, arrays, self.job.world.device)
-        batch = (chunk.stop - chunk.first, *shape)
-        tensors = [found.clean, *(t for s in found.stored for t in (s.latents, s.next_latents))]
-        if any(tuple(t.shape) != batch for t in tensors) or tuple(s.index for s in found.stored) != plan.stored:
-            raise ValueError(f"{chunk.task_id} is not what its step stores")
-        return found
+    def _rollouts(
+        self, chunk: _Planned, arrays: _Arrays | None, members: Sequence[Member], rows: range, step: int
+    ) -> list[Rollout]:
+        """These rows of the step on every rank of the replica, whose leader alone has the chunk's arrays: the hub sends
+        them once, and the ranks have the faster network. Collective in the replica."""
+        world, plan = self.job.world, self.algorithm.plan(step)
+        assert isinstance(plan, FlowPlan)
+        if chunk.staleness is None:
+            return [nothing(members[i], plan, self.job.latent_shape, world.device) for i in rows]
+        names = world.share(None if arrays is None else list(arrays))
+        found = {name: world.share_tensor(None if arrays is None else arrays[name].to(world.device)) for name in names}
+        trajectory = unpack_trajectory(chunk.layout, found)
+        return [rolled_out(members[i], trajectory, i - chunk.first, broken=False) for i in rows]
 
     def _all_scores(self, planned: Sequence[_Planned], members: Sequence[Member]) -> dict[str, dict[str, Score]]:
         assert self.job.recipe.reward is not None
@@ -199,7 +225,7 @@ class _Lead:
         self._coordinator: Coordinator | None = None
         self._members: dict[int, list[Member]] = {}  # of admitted steps
         self._results: dict[str, Mapping[str, Any]] = {}  # meta by task id
-        self._finished_at_s = time.monotonic()
+        self._finished_at_s = self.client.now_s()
 
     @property
     def coordinator(self) -> Coordinator:
@@ -221,21 +247,21 @@ class _Lead:
                 last_step=recipe.run.steps,
             )
         self.coordinator.publish(step)
-        self._finished_at_s = time.monotonic()
+        self._finished_at_s = self.client.now_s()
         admitted = self.coordinator.admit()
         for at in range(0, len(admitted), MAX_ROWS):
             self._submit(admitted[at : at + MAX_ROWS])
 
     def gather(self, step: int, patience_s: float) -> tuple[bool, str]:
         """Book what finishes until the step is whole, at most so long. (whether it is, why the run cannot go on)"""
-        until_s = time.monotonic() + patience_s
+        until_s = self.client.now_s() + patience_s
         while True:
             for outcome in self.client.take(0.0 if self.coordinator.ready(step) else LOOK_S):
-                self._finished_at_s = time.monotonic()
+                self._finished_at_s = self.client.now_s()
                 self._book(outcome)
             if self.coordinator.ready(step):
                 return True, ""
-            now_s = time.monotonic()
+            now_s = self.client.now_s()
             if why := self._hopeless(step, now_s):
                 return False, why
             if now_s > until_s:
@@ -293,7 +319,7 @@ class _Lead:
 
     def _submit(self, tasks: Sequence[tuple[Chunk, str]]) -> None:
         rows = [ChunkWork(chunk.step, self._chunk_members(chunk)).to_json() for chunk, _ in tasks]
-        until_s = time.monotonic() + TASK_S
+        until_s = self.client.now_s() + TASK_S
         requests = [TaskRequest(task_id, KIND, i, i + 1, until_s) for i, (_, task_id) in enumerate(tasks)]
         try:
             self.client.submit(rows, [], requests)
@@ -325,7 +351,8 @@ def async_source(
     """Collective: start the hub and the workers of the recipe on rank 0, attach all ranks. `resources` ends them.
 
     Raises UserError on all ranks where that cannot be."""
-    world = job.world
+    world, settings = job.world, job.recipe.rollout
+    assert settings is not None
 
     def start() -> RolloutService:
         return RolloutService(job.recipe, identity(job.recipe, job.model), rewards, world.size)
@@ -334,7 +361,8 @@ def async_source(
     if service is not None:
         resources.callback(service.stop)
     endpoint = world.broadcast(service.endpoint if service is not None else None)
-    source = AsyncSource(job, groups, algorithm, endpoint, service)
+    keys = world.checked(lambda: trainer_keys(settings))
+    source = AsyncSource(job, groups, algorithm, endpoint, keys and keys.insider, service)
     resources.callback(source.close)
     world.checked(source.attach)
     return source

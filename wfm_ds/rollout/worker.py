@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.pipes.client import PipeClient
+from wfm_ds.pipes.keys import ClientKeys, KeyFileError, client_keys
 from wfm_ds.pipes.worker import Answer, LeaseWorker, Progress, TaskFailed, TaskInHand
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ log = logging.getLogger("wfm_ds.rollout")
 KIND = "denoise"
 ATTACH_S = 60.0
 LOOK_S = 1.0  # between looks at the hub and at the lanes
+LEAVE_S = 5.0  # to tell the hub
 MAX_FAILURE_CHARS = 150  # of a reward: all failures of a chunk fit a message
 
 
@@ -49,6 +51,12 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the recipe's")
     p.add_argument("--connect", required=True, metavar="ADDRESS", help="rollout/pipes.json of the run, or its tcp://")
+    p.add_argument(
+        "--keys",
+        type=Path,
+        metavar="DIR",
+        help="this worker's key and the trainer's public one (default: rollout.keys)",
+    )
     p.add_argument("--rewards", metavar="ADDRESS", help="the reward service, if this machine reaches it elsewhere")
     p.add_argument("--device", help="default: cuda if there is one, else cpu")
     p.add_argument(
@@ -85,16 +93,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def work(recipe: Recipe, args: argparse.Namespace, stop: threading.Event) -> int:
     """Serve until told to stop. Raises UserError if the trainer, its recipe or its rewards are not what they should."""
-    client = PipeClient(args.connect, run="workers", client=args.name)
+    keys = worker_keys(recipe, args.keys)
+    client = PipeClient(args.connect, run="workers", client=args.name, keys=keys)
     try:
         client.attach(ATTACH_S)
         info = client.kinds.get(KIND)
         if info is None:
             raise RecipeError(f"{args.connect} is no trainer of an async run: give rollout/pipes.json of its output")
         generator = build_generator(recipe, args.device, client, info["identity"])
-        return Lanes(recipe, generator, client, info, args).run(stop)
+        return Lanes(recipe, generator, client, keys, info, args).run(stop)
     finally:
         client.close()
+
+
+def worker_keys(recipe: Recipe, folder: Path | None) -> ClientKeys | None:
+    """Those in `folder`, else the trainer's own where this machine has them. Raises KeyFileError."""
+    assert recipe.rollout is not None
+    own = recipe.rollout.keys
+    if folder is not None:
+        return client_keys(folder)
+    if own is not None and not own.exists():
+        raise KeyFileError(f"this trainer wants keys and {own} is not here: give this worker's by --keys DIR")
+    return None if own is None else client_keys(own)
 
 
 def build_generator(
@@ -133,6 +153,7 @@ class Lanes:
         recipe: Recipe,
         generator: Generator,
         client: PipeClient,
+        keys: ClientKeys | None,
         info: Mapping[str, Any],
         args: argparse.Namespace,
     ) -> None:
@@ -147,8 +168,10 @@ class Lanes:
                 worker=f"{args.name}/{i}",
                 name=f"{args.name}/{i}",
                 kinds=[KIND],
+                keys=keys,
                 parent_fd=0 if args.stop_on_eof else None,
                 watchdog_s=patience_s,
+                ends_process=False,
             )
             for i in range(recipe.rollout.in_flight)
         ]
@@ -170,15 +193,16 @@ class Lanes:
             for thread in threads:
                 thread.start()
             log.info("generates for %s", self.args.connect)
-            while all(thread.is_alive() for thread in threads) and not stop.wait(LOOK_S):
+            while not any(worker.left.is_set() for worker in self.workers) and not stop.wait(LOOK_S):
                 if self.client.silent_s() > self.args.orphan_s:
                     log.warning("the trainer is gone for %.0f s: %s", self.client.silent_s(), self.client.trouble())
                     break
         finally:
             for worker in self.workers:
                 worker.stop()
-            for thread in threads:
-                thread.join(LOOK_S)
+            for thread, worker in zip(threads, self.workers, strict=False):
+                if thread.ident is not None:
+                    worker.left.wait(LEAVE_S)  # what it holds is given to others at once, and was no attempt
             for rewards in self.rewards:
                 rewards.close()
         return 0

@@ -1,0 +1,82 @@
+"""Which ends of a worker are held against the task that it had: a goodbye is not, a death is."""
+
+import shutil
+import sys
+import threading
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from wfm_ds.pipes.client import PipeClient, TaskRequest
+from wfm_ds.pipes.hub import Hub, Kind
+from wfm_ds.pipes.ledger import MAX_ATTEMPTS
+from wfm_ds.pipes.sockets import private_folder
+from wfm_ds.pipes.worker import LeaseWorker
+
+KIND = "work"
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def hub(stack):
+    folder = private_folder()
+    stack.callback(shutil.rmtree, folder)
+    hub = Hub(clients=f"ipc://{folder}/c", workers=f"ipc://{folder}/w", kinds={KIND: Kind(600.0, {})})
+    hub.start()
+    stack.callback(hub.stop, 0.0)
+    return hub
+
+
+@pytest.fixture
+def client(stack, hub):
+    client = PipeClient(hub.client_endpoint, run="run", client="ann")
+    stack.callback(client.close)
+    client.attach(DEADLINE_S)
+    client.submit([{}], [], [TaskRequest("t", KIND, 0, 1, time.monotonic() + 600)])
+    return client
+
+
+def a_worker(stack, hub, handle, name):
+    worker = LeaseWorker(hub.worker_endpoint, worker=name, name=name, kinds=[KIND], ends_process=False)
+    thread = threading.Thread(target=worker.run, args=[handle], daemon=True)
+    thread.start()
+    stack.callback(lambda: (worker.stop(), thread.join(DEADLINE_S)))
+    return worker, thread
+
+
+def test_workers_that_leave_in_the_middle_of_a_task_are_not_its_attempts(stack, hub, client):
+    released = threading.Event()
+    stack.callback(released.set)
+    for name in range(MAX_ATTEMPTS + 1):
+        at_work = threading.Event()
+
+        def endless(task, progress, at_work=at_work):
+            at_work.set()
+            released.wait(DEADLINE_S)
+            return {}
+
+        worker, _ = a_worker(stack, hub, endless, f"w{name}")
+        assert at_work.wait(DEADLINE_S)
+        worker.stop()
+        assert worker.left.wait(DEADLINE_S), "it does not wait for its task"
+    a_worker(stack, hub, lambda task, progress: {"attempt": task.attempt}, "patient")
+    (outcome,) = client.take(DEADLINE_S)
+    assert (outcome.ok, outcome.meta) == (True, {"attempt": MAX_ATTEMPTS + 2})
+
+
+def test_a_task_that_ends_its_worker_is_given_up_although_nobody_watches_the_process(stack, hub, client):
+    for _ in range(MAX_ATTEMPTS):
+        _, thread = a_worker(stack, hub, lambda task, progress: sys.exit(), "w")
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+        assert client.take(0.0) == []
+    a_worker(stack, hub, lambda task, progress: {}, "w")  # each is another life of the same worker
+    (outcome,) = client.take(DEADLINE_S)
+    assert (outcome.ok, outcome.reason) == (False, f"its worker died ({MAX_ATTEMPTS} attempts)")
