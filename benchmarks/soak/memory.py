@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 WARM_UP = 0.1  # share of a life before its first third
-MAX_GROWTH_MIB = 8.0  # from the first third to the last: of allocators, and of the ids that hubs remember
+MAX_GROWTH_MIB = 4.0  # from the first third to the last: of allocators, and of the ids that hubs remember
 MAX_MORE_DESCRIPTORS = 8  # of clients that happen to be connecting
 
 
