@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -36,6 +37,8 @@ KIND = "denoise"
 ATTACH_S = 60.0
 LOOK_S = 1.0  # between looks at the hub and at the lanes
 LEAVE_S = 5.0  # to tell the hub
+MAX_NAME_CHARS = 60  # with the number of a lane it fits a message
+HOST_CHARS = 40
 MAX_FAILURE_CHARS = 150  # of a reward: all failures of a chunk fit a message
 
 
@@ -60,11 +63,22 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--rewards", metavar="ADDRESS", help="the reward service, if this machine reaches it elsewhere")
     p.add_argument("--device", help="default: cuda if there is one, else cpu")
     p.add_argument(
-        "--name", default=f"{socket.gethostname()}-{os.getpid()}", help="for the log (default: host and pid)"
+        "--name", type=_name, default=default_name(), help="one of its own (default: host, pid and a random part)"
     )
     p.add_argument("--orphan-s", type=float, default=300.0, metavar="S", help="leave when the trainer is gone so long")
     p.add_argument("--stop-on-eof", action="store_true", help="stop when stdin is closed: the parent is gone")
     return p
+
+
+def default_name() -> str:
+    """Containers may share their host's name and have equal pids: two workers of one name take each other's tasks."""
+    return f"{socket.gethostname()[:HOST_CHARS]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+
+
+def _name(text: str) -> str:
+    if not 1 <= len(text) <= MAX_NAME_CHARS:
+        raise argparse.ArgumentTypeError(f"a name has 1 to {MAX_NAME_CHARS} characters, {text!r} has {len(text)}")
+    return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
