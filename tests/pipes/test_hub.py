@@ -333,6 +333,19 @@ def test_a_full_hub_is_offered_the_rest_later(stack, folder):
     assert [o.reason for o in collect(client, 1).values()] == ["refused: 90 bytes, this hub holds 40 at most"]
 
 
+def test_what_fits_a_first_message_alone_is_refused_at_once(stack, folder):
+    """The number of a message takes more bytes the more were sent before."""
+    client = a_client(stack, a_hub(stack, folder).client_endpoint)
+    task = TaskRequest("t", KIND, 0, 1, client.now_s() + DEADLINE_S)
+    fields = {"id": "t", "kind": KIND, "start": 0, "stop": 1, "deadline_s": 1.0}
+    text = "x" * 65000
+    spare = wire.HEADER_BYTES - len(wire.encode("submit", 0, {"rows": [{"i": text}], "tasks": [fields]}))
+    fits_once = {"i": text + "x" * spare}
+    wire.encode("submit", 0, {"rows": [fits_once], "tasks": [fields]})
+    with pytest.raises(wire.WireError, match="a header of"):
+        client.submit([fits_once], [], [task])
+
+
 def test_an_unknown_kind_is_refused_by_name(stack, folder):
     client = a_client(stack, a_hub(stack, folder).client_endpoint)
     submit(client, [1], kind="triple")

@@ -37,6 +37,7 @@ FULL_S = 1.0  # before a full hub is asked again
 REFETCH_S = 10.0  # an unanswered request for a payload
 RELEASE_AGAIN_S = 2.0  # until the hub says that it has forgotten them
 IDS_PER_MESSAGE = 100
+MAX_MID = 2**63 - 1
 MAX_FETCHES = 4  # open at once
 MAX_IN_FLIGHT = 4  # submissions sent and not accepted: the rest waits here, not in a socket
 
@@ -148,7 +149,7 @@ class PipeClient:
         specs, frames = wire.pack_tensors(tensors)
         by_id = {task.id: task for task in tasks}
         submission = _Submission(rows, specs, list(itertools.chain(*frames)), by_id, set(by_id))
-        submission.encode(0, self.now_s())
+        submission.encode(MAX_MID, self.now_s())  # as large as its header can become
         self._commands.put(lambda: self._add(submission))
 
     def take(self, timeout_s: float) -> list[Outcome]:
