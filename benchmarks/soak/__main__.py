@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__.split("\n")[0])
     parser.add_argument("--samples", type=int, default=20000)
     parser.add_argument("--kill-every", type=float, default=3.0, metavar="S", help="seconds between blows, on average")
-    parser.add_argument("--seconds", type=float, default=0.1, help="that a rollout worker takes for a sample")
+    parser.add_argument("--seconds", type=float, default=0.15, help="that a rollout worker takes for a sample")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/")
     options = parser.parse_args(arguments)

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 WARM_UP = 0.1  # share of a life before its first third
-MAX_GROWTH_MIB = 16.0  # from the first third to the last: of allocators, and of the ids that hubs remember
+MAX_GROWTH_MIB = 4.0  # from the first third to the last: of allocators, and of the ids that hubs remember
 MAX_MORE_DESCRIPTORS = 8  # of clients that happen to be connecting
 
 
@@ -31,8 +31,9 @@ class Histories:
     def look(self, name: str, process: psutil.Process) -> None:
         """Nothing if it has just ended."""
         with contextlib.suppress(psutil.Error):
-            rss_mib = process.memory_info().rss / 2**20
-            self._looks[name].append(Look(process.pid, rss_mib, process.num_fds()))
+            look = Look(process.pid, process.memory_info().rss / 2**20, process.num_fds())
+            if look.rss_mib:  # else it has ended, and waits for its parent
+                self._looks[name].append(look)
 
     def rows(self) -> list[dict[str, Any]]:
         return [_row(name, looks) for name, looks in self._looks.items()]
@@ -53,10 +54,10 @@ def _row(name: str, looks: list[Look]) -> dict[str, Any]:
         "MiB at first": rss[0],
         "MiB at most": max(rss),
         "MiB at last": rss[-1],
-        "first third": statistics.median(look.rss_mib for look in first),
-        "last third": statistics.median(look.rss_mib for look in last),
+        "MiB, first third": statistics.median(look.rss_mib for look in first),
+        "MiB, last third": statistics.median(look.rss_mib for look in last),
         "descriptors, first third": int(statistics.median(look.descriptors for look in first)),
-        "last third ": int(statistics.median(look.descriptors for look in last)),
+        "descriptors, last third": int(statistics.median(look.descriptors for look in last)),
     }
 
 
@@ -64,8 +65,8 @@ def growths(rows: list[dict[str, Any]]) -> list[str]:
     """A sentence about each process that is not flat."""
     found = []
     for row in rows:
-        mib = row["last third"] - row["first third"]
-        more = row["last third "] - row["descriptors, first third"]
+        mib = row["MiB, last third"] - row["MiB, first third"]
+        more = row["descriptors, last third"] - row["descriptors, first third"]
         if mib > MAX_GROWTH_MIB:
             found.append(f"{row['process']} grew by {mib:.1f} MiB; {MAX_GROWTH_MIB:g} are allowed")
         if more > MAX_MORE_DESCRIPTORS:

@@ -126,7 +126,7 @@ class Soak:
         """Until the client has ended. Raises StudyError if what was hit does not come back."""
         assert client.stdout is not None
         family, draw = Family(host.pid), random.Random(self.plan.seed)
-        killer = Killer(family, draw, self.over.wait)
+        killer = Killer(family, draw, self.over.wait, self._finished)
         threads = [
             threading.Thread(target=self._read, args=[client.stdout], daemon=True),
             threading.Thread(target=self._look, args=[family, host.pid, client.pid], daemon=True),
@@ -147,7 +147,7 @@ class Soak:
         for _ in range(BLOWS_IN_A_ROW):
             if self.over.wait(draw.uniform(0.5, 1.5) * self.plan.kill_every_s):
                 break
-            done = self.counts[-1] if self.counts else 0
+            done = self._finished()
             self.say(f"{done} samples; {killer.strike(spare_service=done > self.plan.samples / 2)}")
         while (sizes := killer.family.sizes()) != ALL and not self.over.wait(LOOK_S):
             if time.monotonic() - began_s > BLOWS_IN_A_ROW * 3 * self.plan.kill_every_s + WHOLE_S:
@@ -156,6 +156,9 @@ class Soak:
         self.windows["kills"].append((began_s, whole_s))
         if not self.over.wait(QUIET_BLOWS * self.plan.kill_every_s):
             self.windows["quiet"].append((whole_s, time.monotonic()))
+
+    def _finished(self) -> int:
+        return self.counts[-1] if self.counts else 0
 
     def _read(self, stdout: IO[bytes]) -> None:
         for line in stdout:
@@ -199,7 +202,7 @@ class Soak:
             figures[f"{number.name} to a {role}"] = count
         figures["blows"] = struck.total()
         for role, pids in self.pids.items():
-            figures[f"{role}s that were seen"] = len(pids)
+            figures[f"{role}s started"] = len(pids)
         figures["samples made again"] = noted(self.folder / "made") - total
         figures["samples scored again"] = noted(self.folder / "scored") - total
         figures["chunks that were leased again"] = counts["requeued"]

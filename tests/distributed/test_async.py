@@ -8,6 +8,7 @@ import pytest
 
 from distributed.resuming import train_on_rank
 from distributed.same_runs import assert_same_runs, records
+from wfm_ds.pipes.keys import new
 
 ROOT = Path(__file__).parent.parent.parent
 COMMON = [
@@ -43,8 +44,62 @@ def train(one_rank, two_ranks, tiny_pipelines, tmp_path):
     return run
 
 
+def train_beside_a_worker(recipe, overrides, output):
+    """A rank and a worker in threads of one process: what they say goes through the hub all the same."""
+    import threading
+    from pathlib import Path
+
+    from distributed.resuming import train_on_rank
+    from wfm_ds import recipe_file
+    from wfm_ds.rollout import worker
+
+    stop, tick, codes = threading.Event(), threading.Event(), []
+
+    def generate():
+        pipes = Path(output) / "rollout" / "pipes.json"
+        while not pipes.exists() and not stop.is_set():
+            tick.wait(0.05)
+        resolved = Path(output) / "recipe.yaml"
+        args = worker.parser().parse_args(
+            [str(resolved), "--connect", str(pipes), "--device", "cpu", "--name", "beside"]
+        )
+        codes.append(worker.work(recipe_file.load(resolved), args, stop))
+
+    thread = threading.Thread(target=generate, daemon=True)
+    thread.start()
+    try:
+        ended = train_on_rank(recipe, overrides)
+    finally:
+        stop.set()
+        thread.join(60)
+    return ended | {"codes": codes}
+
+
 def updates(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if "loss/total" in line]
+
+
+def test_a_worker_generates_what_a_rank_trains_on(one_rank, tiny_pipelines, tmp_path):
+    keys, output = tmp_path / "keys", tmp_path / "async"
+    new(keys, "hub")
+    (ended,) = one_rank.run(
+        train_beside_a_worker,
+        recipe=str(ROOT / "recipes" / "tiny" / "sd3_nft.yaml"),
+        overrides=[
+            f"run.output_dir={output}",
+            f"model.path={tiny_pipelines('sd3')}",
+            f"data.path={ROOT / 'recipes' / 'tiny' / 'prompts' / 'colors'}",
+            *[*COMMON, *ON_POLICY, "run.steps=2", "logging.tensorboard=false", "validation.num_prompts=1"],
+            *["reward.functions=[{name: jpeg_compressibility}]", "rollout.spawn=0"],
+            *["rollout.bind=tcp://127.0.0.1:0", f"rollout.keys={keys}"],
+        ],
+        output=str(output),
+    )
+    assert (ended["status"], ended["step"], ended["codes"]) == ("finished", 2, [0])
+    steps = updates(output)
+    assert [(s["rollout/staleness_max"], s["rollout/workers"], s["rollout/samples"]) for s in steps] == [(0, 1, 8)] * 2
+    assert steps[0]["reward/jpeg_compressibility/mean"] != steps[1]["reward/jpeg_compressibility/mean"]
+    assert not any("perf/forwards_rollout" in s for s in steps)
 
 
 @pytest.mark.slow

@@ -1,24 +1,15 @@
 """Rollout workers that are killed, stopped, come late and leave, and a trainer that vanishes: real processes and
 signals."""
 
-import json
-import os
 import signal
-import subprocess
-import sys
-import threading
-import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import psutil
 import pytest
 
 from distributed.same_runs import assert_same_runs
+from faults.rollout_processes import PATIENCE_S, has, start, train, until
 
-ROOT = Path(__file__).parent.parent.parent
-PROBES = ROOT / "tests" / "reward"
-PATIENCE_S = 300  # a busy machine is no failure
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
@@ -28,54 +19,11 @@ def stack():
         yield stack
 
 
-def until(condition):
-    """What it returned, once that is true. Fails after PATIENCE_S."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    tick = threading.Event()
-    while not (value := condition()):
-        assert time.monotonic() < deadline_s, "it did not happen"
-        tick.wait(0.05)
-    return value
-
-
-def start(stack, log, *words):
-    """A process of this project, killed at the end of the test if it still runs."""
-    path = os.pathsep.join([str(PROBES), *filter(None, [os.environ.get("PYTHONPATH")])])
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", *words], stdout=out, stderr=out, env=os.environ | {"PYTHONPATH": path}, cwd=ROOT
-        )
-    stack.callback(process.wait)
-    stack.callback(process.kill)
-    return process
-
-
-def train(stack, folder, where, model, *overrides, seconds):
-    options = {"seconds": seconds, "journal": str(folder / f"{where}.journal")}
-    reward = {"name": "probe_rewards:Brightness", "workers": 2, "max_batch": 2, "options": options}
-    return start(
-        stack,
-        folder / f"{where}.log",
-        "wfm_ds.train",
-        "recipes/tiny/sd3_nft.yaml",
-        f"run.output_dir={folder / where}",
-        f"model.path={model}",
-        f"reward.functions={json.dumps([reward])}",
-        *["run.steps=3", "engine.max_forward_batch=2", "validation.at_start=false", "optimizer.eps=1e-4"],
-        *["logging.console=false", "logging.tensorboard=false"],
-        *overrides,
-    )
-
-
 def join(stack, folder, name):
     log = folder / f"{name}.log"
     run = folder / "async"
     words = [str(run / "recipe.yaml"), "--connect", str(run / "rollout" / "pipes.json"), "--name", name]
     return start(stack, log, "wfm_ds.rollout", *words), log
-
-
-def has(log, text):
-    return lambda: log.exists() and text in log.read_text(errors="replace")
 
 
 def test_workers_that_die_hang_come_late_and_leave_change_nothing(stack, tmp_path, tiny_pipelines):

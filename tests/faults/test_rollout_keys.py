@@ -1,0 +1,86 @@
+"""A run whose worker comes over tcp with a key of its own, to the trainer and to the reward service, and workers that
+are not let in: real processes."""
+
+import json
+import shutil
+from contextlib import ExitStack
+
+import pytest
+import yaml
+
+from faults.rollout_processes import PATIENCE_S, start, train, until
+from wfm_ds.pipes.keys import new
+
+pytestmark = pytest.mark.slow
+REWARD = {"name": "probe_rewards:Brightness", "options": {"seconds": 0}}
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def keys(tmp_path):
+    """Folders of the trainer's machine, of a worker that it knows, and of three that it does not let in."""
+    here, good, unlisted, mistaken = (tmp_path / name for name in ("here", "good", "unlisted", "mistaken"))
+    new(here, "hub")
+    new(tmp_path / "other", "hub")
+    for folder, hub in ((good, here), (unlisted, here), (mistaken, tmp_path / "other")):
+        new(folder, folder.name)
+        shutil.copy(hub / "public" / "hub.key", folder / "public")
+    for folder in (good, mistaken):
+        shutil.copy(folder / "public" / f"{folder.name}.key", here / "public")
+    return tmp_path
+
+
+def address(pipes):
+    """Where clients connect, once the file says so."""
+    return until(lambda: pipes.exists() and json.loads(pipes.read_text())["clients"])
+
+
+def test_a_worker_with_its_key_generates_and_others_end_with_a_sentence(stack, tmp_path, keys, tiny_pipelines):
+    config = {
+        "pipes": {"clients": "tcp://127.0.0.1:0", "keys": str(keys / "here")},
+        "rewards": {REWARD["name"]: {"options": REWARD["options"]}},
+    }
+    (tmp_path / "reward.yaml").write_text(yaml.safe_dump(config))
+    start(stack, tmp_path / "reward.log", "wfm_reward.serve", str(tmp_path / "reward.yaml"))
+    service = address(tmp_path / "pipes.json")
+    trainer = train(
+        stack,
+        tmp_path,
+        "async",
+        tiny_pipelines("sd3"),
+        *["rollout.mode=async", "rollout.max_staleness=0", "rollout.spawn=0"],
+        *["rollout.bind=tcp://127.0.0.1:0", f"rollout.keys={keys / 'here'}"],
+        *["reward.spawn=false", f"reward.endpoint={service}", f"reward.keys={keys / 'here'}"],
+        f"reward.functions={json.dumps([REWARD])}",
+        seconds=0,
+    )
+    run = tmp_path / "async"
+    hub = address(run / "rollout" / "pipes.json")
+    without = yaml.safe_load((run / "recipe.yaml").read_text())
+    del without["rollout"]["keys"]
+    (tmp_path / "without.yaml").write_text(yaml.safe_dump(without))
+
+    def join(name, *words, recipe=run / "recipe.yaml"):
+        log = tmp_path / f"{name}.log"
+        return start(stack, log, "wfm_ds.rollout", str(recipe), "--connect", hub, "--name", name, *words), log
+
+    refused = {
+        "does not know the key unlisted: copy public/unlisted.key": join("u", "--keys", str(keys / "unlisted")),
+        "the hub has another key than public/hub.key": join("m", "--keys", str(keys / "mistaken")),
+        "the hub wants keys": join("w", recipe=tmp_path / "without.yaml"),
+        "nowhere: one key of a client is needed": join("n", "--keys", str(tmp_path / "nowhere")),
+    }
+    for sentence, (process, log) in refused.items():
+        assert process.wait(PATIENCE_S) == 2
+        lines = log.read_text().splitlines()
+        assert [line for line in lines if line.startswith("error: ") and sentence in line] == lines[-1:]
+    good, log = join("good", "--keys", str(keys / "good"), f"reward.keys={keys / 'good'}")
+    assert trainer.wait(PATIENCE_S) == 0, (tmp_path / "async.log").read_text()
+    assert good.wait(PATIENCE_S) == 0, log.read_text()
+    assert "uses publication 2" in log.read_text()
+    assert json.loads((run / "result.json").read_text())["status"] == "finished"
