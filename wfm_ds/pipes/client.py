@@ -309,6 +309,8 @@ class PipeClient:
                 with self._changed:
                     self._arrived[fields["id"]] = message if message.type == "payload" else fields["why"]
                     self._changed.notify_all()
+        elif not self._session:
+            self._refused(fields["why"], self._heard_at_s)
         else:
             self._trouble = fields["why"]
             log.warning("the hub rejected a message: %s", fields["why"])

@@ -296,7 +296,8 @@ class LeaseWorker:
             self._stopping.set()
         elif message.type == "cancel":
             self._cancel(fields["ids"], fields["why"])
-        else:
+        elif fields["why"] != self._trouble:  # a hello is repeated
+            self._trouble = fields["why"]
             log.warning("the hub rejected a message: %s", fields["why"])
 
     def _cancel(self, ids: list[str], why: str) -> None:
