@@ -50,6 +50,7 @@ setup(
         "pyyaml",
         "pyzmq>=27",
         "msgpack",
+        "xxhash",
         "tensorboard",
         "rich",
         "packaging",

@@ -22,6 +22,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
+import psutil
 import zmq
 
 from wfm_ds.pipes import wire
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         assert child.stdout is not None
         port, endpoint = child.stdout.readline().split()
         places = {"ipc": [f"ipc://{folder}/{name}" for name in ("raw", "ours")], "tcp": endpoint.split(",")}
-        rows = [row for name, at in places.items() for row in _measured(name, at, port, options)]
+        rows = [row for name, at in places.items() for row in _measured(name, at, port, child.pid, options)]
     finally:
         child.kill()
         child.wait()
@@ -66,9 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _measured(transport: str, at: Sequence[str], port: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+def _measured(
+    transport: str, at: Sequence[str], port: str, receiver: int, options: argparse.Namespace
+) -> list[dict[str, Any]]:
     context: zmq.Context[Any] = zmq.Context()
-    rows = []
+    rows, both = [], (psutil.Process(), psutil.Process(receiver))
     for mib in options.mib:
         tensor = np.random.default_rng(0).integers(0, 256, mib * 2**20, dtype=np.uint8)
         peers: dict[str, Any] = {
@@ -77,9 +80,12 @@ def _measured(transport: str, at: Sequence[str], port: str, options: argparse.Na
             "pickle, HTTP": Http(port),
         }
         rates: dict[str, list[float]] = {name: [] for name in peers}
+        costs: dict[str, list[float]] = {name: [] for name in peers}
         for _ in range(options.rounds):
             for name, peer in peers.items():
-                rates[name].append(_rate(peer, tensor, options.seconds))
+                rate, cost = _rate(peer, tensor, options.seconds, both)
+                rates[name].append(rate)
+                costs[name].append(cost)
         trips = {name: _trips(peer, options.seconds) for name, peer in peers.items()}
         for name, peer in peers.items():
             best = [a / b for a, b in zip(rates[name], rates["raw pyzmq"], strict=True)]
@@ -89,6 +95,7 @@ def _measured(transport: str, at: Sequence[str], port: str, options: argparse.Na
                 "MiB": mib,
                 "GiB/s": _spread(rates[name]),
                 "of raw": _spread(best),
+                "processor s/GiB": _spread(costs[name]),
                 "round trip us": _spread(trips[name]),
             })  # fmt: skip
             peer.close()
@@ -96,17 +103,22 @@ def _measured(transport: str, at: Sequence[str], port: str, options: argparse.Na
     return rows
 
 
-def _rate(peer: Any, tensor: wire.Array, seconds: float) -> float:
-    """GiB/s while WINDOW messages are under way."""
+def _rate(peer: Any, tensor: wire.Array, seconds: float, processes: Sequence[psutil.Process]) -> tuple[float, float]:
+    """GiB/s while WINDOW messages are under way, and what a GiB costs both processes, in seconds of a processor."""
     peer.send(tensor)
     peer.wait(0)  # connected, and warm
-    count, started = 0, time.perf_counter()
+    busy, count, started = _busy(processes), 0, time.perf_counter()
     while time.perf_counter() - started < seconds:
         peer.send(tensor)
         count += 1
         peer.wait(WINDOW - 1)
     peer.wait(0)
-    return count * tensor.nbytes / 2**30 / (time.perf_counter() - started)
+    size = count * tensor.nbytes / 2**30
+    return size / (time.perf_counter() - started), (_busy(processes) - busy) / size
+
+
+def _busy(processes: Sequence[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 def _trips(peer: Any, seconds: float) -> list[float]:
@@ -239,6 +251,7 @@ def _serve_ours(router: Router) -> None:
 
 class _Unpickler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else an answer in two pieces takes 40 ms
 
     def do_POST(self) -> None:
         pickle.loads(self.rfile.read(int(self.headers["Content-Length"])))  # noqa: S301  (the peer that is measured)

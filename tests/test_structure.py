@@ -28,7 +28,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 # What a package may import of ours; `wfm_ds.errors` and `wfm_ds.seeds` are everybody's.
 MAY_IMPORT = {
     "wfm_ds.types": (),
-    "wfm_ds.pipes": (),
+    "wfm_ds.pipes": ("wfm_ds.chunks",),
     "wfm_kernels": (),
     "wfm_ds.sampling": ("wfm_ds.types", "wfm_kernels"),
     "wfm_ds.algorithms": (

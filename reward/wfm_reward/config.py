@@ -82,8 +82,8 @@ class HttpConfig(Section):
     max_body_mib: PositiveInt = 512
     """Of one request."""
     max_pending_mib: PositiveInt = 2048
-    """Of bodies on their way and media that are not scored yet, of all requests together; above it, requests are
-    refused with 429, and with 413 one that does not fit by itself."""
+    """Of bodies on their way and media that are not scored yet, of all requests together; latents count with the
+    videos that they become. Above it, requests are refused with 429, and with 413 one that does not fit by itself."""
     timeout_s: PositiveFloat = 600.0
     """An item without a score after this long has failed, whatever is done with it at that time."""
     pull_wait_s: NonNegativeFloat = 4.0

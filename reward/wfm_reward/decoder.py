@@ -6,9 +6,11 @@ answer is its path.
 
 from __future__ import annotations
 
+import json
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,36 @@ def load(settings: Mapping[str, Any]) -> Work:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much larger than latents their video is."""
+
+    temporal: int
+    spatial: int
+
+    @classmethod
+    def of(cls, channels: int, vae: str) -> Scale:
+        """As the configuration of that folder says. Raises RewardError if there is none."""
+        path = vae_folder(vae) / "config.json"
+        try:
+            content = json.loads(path.read_text())
+            # What diffusers' AutoencoderKLWan takes where its configuration does not say.
+            return cls(int(content.get("scale_factor_temporal", 4)), int(content.get("scale_factor_spatial", 8)))
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise RewardError(f"latent_decoders.{channels}.vae: {path} cannot be read: {error}") from error
+
+    def video_bytes(self, shape: Sequence[int]) -> int:
+        """Of the uint8 video of latents [C,T,h,w]."""
+        _, frames, height, width = shape
+        return ((frames - 1) * self.temporal + 1) * height * self.spatial * width * self.spatial * 3
+
+
+def vae_folder(vae: str) -> Path:
+    """Of a VAE, or within the folder of a pipeline."""
+    path = Path(vae).expanduser()
+    return path / "vae" if (path / "vae").is_dir() else path
+
+
 class Decoder:
     """A Wan VAE (2.1: 16 channels, 2.2: 48) of diffusers."""
 
@@ -38,10 +70,9 @@ class Decoder:
         import torch
         from diffusers import AutoencoderKLWan
 
-        path = Path(vae).expanduser()
         try:
-            part = {"subfolder": "vae"} if (path / "vae").is_dir() else {}
-            self._vae: Any = AutoencoderKLWan.from_pretrained(str(path), torch_dtype=getattr(torch, dtype), **part)
+            folder_of_vae = str(vae_folder(vae))
+            self._vae: Any = AutoencoderKLWan.from_pretrained(folder_of_vae, torch_dtype=getattr(torch, dtype))
         except (OSError, ValueError) as error:
             raise RewardError(f"latent_decoders.{channels}.vae: {vae} cannot be loaded: {error}") from error
         if self._vae.config.z_dim != channels:

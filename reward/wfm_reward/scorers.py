@@ -22,6 +22,7 @@ import wfm_ds
 import wfm_reward
 from wfm_ds.errors import RewardError
 from wfm_ds.pipes.hub import Hub
+from wfm_ds.pipes.status import Ended
 from wfm_reward import registry
 from wfm_reward.config import DecoderConfig, RewardConfig
 
@@ -81,6 +82,7 @@ class _Scorer:
     started_at_s: float = 0.0
     start_at_s: float = 0.0  # not before
     kill_at_s: float = float("inf")  # its process has stalled
+    worked: bool = False  # its process has finished a task
     quick_deaths: int = 0  # in a row
     starts: int = 0
 
@@ -108,7 +110,8 @@ class Scorers:
     down: dict[str, str] = field(default_factory=dict)  # by reward: why
     all_were_ready: bool = False
     _scorers: list[_Scorer] = field(default_factory=list)
-    _deaths: dict[str, deque[float]] = field(default_factory=dict)
+    _deaths: dict[str, deque[float]] = field(default_factory=dict)  # since its last task was finished
+    _worked: set[str] = field(default_factory=set)  # rewards with a finished task since their last death
 
     def __post_init__(self) -> None:
         for name, program in self.programs.items():
@@ -158,7 +161,15 @@ class Scorers:
         """The hub says that a worker hangs. It has been told to end; one that is stopped is killed after a while."""
         for scorer in self._scorers:
             if scorer.worker == worker:
-                scorer.kill_at_s = now_s + STALL_GRACE_S
+                scorer.kill_at_s = min(scorer.kill_at_s, now_s + STALL_GRACE_S)
+
+    def observe(self, ended: Ended) -> None:
+        """For Hub, in its thread. Only deaths with nothing done in between speak against a reward."""
+        if ended.completion.ok:
+            for scorer in self._scorers:
+                if scorer.worker == ended.completion.worker:
+                    scorer.worked = True
+                    self._worked.add(scorer.reward)
 
     def read_status(self, scorer: _Scorer) -> None:
         """The selector said that a process's status can be read. Raises RewardError if it could not load."""
@@ -198,7 +209,7 @@ class Scorers:
     def _start(self, scorer: _Scorer, now_s: float) -> None:
         program = self.programs[scorer.reward]
         scorer.worker, scorer.ready, scorer.started_at_s = uuid.uuid4().hex, False, now_s
-        scorer.starts, scorer.kill_at_s = scorer.starts + 1, float("inf")
+        scorer.starts, scorer.kill_at_s, scorer.worked = scorer.starts + 1, float("inf"), False
         settings = {
             "endpoint": self.hub.worker_endpoint,
             "worker": scorer.worker,
@@ -239,11 +250,14 @@ class Scorers:
         if scorer.reward in self.down:
             return
         long_life = now_s - scorer.started_at_s > DEATHS_WINDOW_S
-        scorer.quick_deaths = 1 if long_life else scorer.quick_deaths + 1
+        scorer.quick_deaths = 1 if long_life or scorer.worked else scorer.quick_deaths + 1
         back_off_s = min(2.0 ** (scorer.quick_deaths - 1), MAX_BACK_OFF_S)
         scorer.start_at_s = now_s + back_off_s
         log.warning("%s died (%s); next start in %.0f s", scorer.name, why, back_off_s)
         deaths = self._deaths[scorer.reward]
+        if scorer.reward in self._worked:
+            self._worked.discard(scorer.reward)
+            deaths.clear()
         deaths.append(now_s)
         while now_s - deaths[0] > DEATHS_WINDOW_S:
             deaths.popleft()

@@ -25,6 +25,7 @@ from wfm_ds.errors import RewardError, UserError
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.keys import hub_keys
 from wfm_ds.pipes.sockets import Mailbox, private_folder
+from wfm_ds.pipes.status import Ended
 from wfm_reward import registry
 from wfm_reward.config import ServiceConfig, load_config
 from wfm_reward.decoder import STALL_S as DECODE_STALL_S
@@ -79,6 +80,7 @@ class Service:
         try:
             self._keys = None if config.pipes.keys is None else hub_keys(base / config.pipes.keys.expanduser())
             self._hub = self._bound()
+            self._remove_videos()  # of an earlier service, which was killed: the folder is this one's alone
             self._scorers = Scorers(self._hub, programs(config, self._folder), self._selector)
             self._port = self._http_port(base) if config.http is not None else None
         except UserError:
@@ -135,10 +137,14 @@ class Service:
             kinds=kinds,
             max_waiting=pipes.max_waiting,
             max_bytes=pipes.spool_mib * 2**20,
-            observer=self._stats.observe,
+            observer=self._observe,
             keys=self._keys,
             on_stall=self._stalled.put,
         )
+
+    def _observe(self, ended: Ended) -> None:
+        self._stats.observe(ended)
+        self._scorers.observe(ended)
 
     def _http_port(self, base: Path) -> HttpPort:
         try:
@@ -195,9 +201,12 @@ class Service:
                 self.file.unlink()
         self._remove_folder()
 
-    def _remove_folder(self) -> None:
+    def _remove_videos(self) -> None:
         for video in self._folder.glob(VIDEO_FILES):  # decoded, and not fetched any more
             video.unlink(missing_ok=True)
+
+    def _remove_folder(self) -> None:
+        self._remove_videos()
         with contextlib.suppress(OSError):  # it holds files of others
             self._folder.rmdir()
 

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +14,13 @@ import psutil
 import pytest
 import yaml
 
+from faults.processes import PATIENCE_S, go_on, stop, until, wait
 from wfm_ds.recipe import RewardRecipe
 from wfm_ds.rollout.rewards import RewardClient, RewardService
 from wfm_ds.types import MediaBatch
 
 PROBES = Path(__file__).parent.parent / "reward"
 BRIGHTNESS, OTHER, MOODY = (f"probe_rewards:{name}" for name in ("Brightness", "Other", "Moody"))
-PATIENCE_S = 40
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -49,16 +48,6 @@ def moody(folder, **changes):
 def journal(folder):
     path = folder / "journal"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def until(condition):
-    """What it returned, once that is true. Fails after PATIENCE_S."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    tick = threading.Event()
-    while not (value := condition()):
-        assert time.monotonic() < deadline_s, "it did not happen"
-        tick.wait(0.02)
-    return value
 
 
 def failures(scores, reward):
@@ -243,17 +232,12 @@ def test_sigterm_lets_a_task_finish_and_a_second_one_does_not(tmp_path):
             assert not (folder / "pipes.json").exists()
 
 
-def stop_of(pid):
-    os.kill(pid, signal.SIGSTOP)
-    until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-
-
 def test_a_worker_that_is_stopped_is_killed_and_replaced(tmp_path):
     options = {"journal": str(tmp_path / "journal"), "seconds": 0.5}
     with serving(tmp_path, {BRIGHTNESS: {"max_batch": 1, "stall_s": 2.0, "options": options}}) as (_, client):
         client.submit(a_batch(["a"] * 3))
         victim = until(lambda: journal(tmp_path))[0]["pid"]
-        stop_of(victim)
+        stop(victim)
         scores = client.wait()
         assert failures(scores, BRIGHTNESS) == {f"s{i}": None for i in range(3)}
         assert not psutil.pid_exists(victim)
@@ -266,9 +250,9 @@ def test_a_service_that_is_stopped_for_a_while_loses_nothing(tmp_path):
     with serving(tmp_path, {BRIGHTNESS: {"max_batch": 1, "options": options}}) as (service, client):
         client.submit(a_batch(["a"] * 6))
         until(lambda: journal(tmp_path))
-        stop_of(service.pid)
-        threading.Event().wait(3.0)
-        os.kill(service.pid, signal.SIGCONT)
+        stop(service.pid)
+        wait(3.0)
+        go_on(service.pid)
         assert failures(client.wait(), BRIGHTNESS) == {f"s{i}": None for i in range(6)}
     done = [i for line in journal(tmp_path) for i in line["ids"]]
     assert sorted(done) == [f"s{i}" for i in range(6)], "each was scored once"

@@ -51,13 +51,13 @@ class Model(RuleBasedStateMachine):
         self.owner_of = {}
         self.completed = {}  # (owner, id) -> how often, since the owner was last forgotten
         self.seen = dict.fromkeys(OWNERS, 0)
-        self.held_by = {}  # task id -> worker of the live lease
+        self.held_by = {}  # task id -> worker and number of the live lease
         self.attempts = {}  # task id -> leases that ended in a failure, a stall or a death
 
     def spent(self, *leases):
         """These ended so."""
-        for worker, task_id in leases:
-            if self.held_by.get(task_id) == worker:
+        for worker, task_id, attempt in leases:
+            if self.held_by.get(task_id) == (worker, attempt):
                 del self.held_by[task_id]
                 self.attempts[task_id] = self.attempts.get(task_id, 0) + 1
 
@@ -94,7 +94,7 @@ class Model(RuleBasedStateMachine):
     def worker_up(self, worker, credit, held):
         self.ledger.worker_up(worker, frozenset(WORKERS[worker]), credit, held)
         self.credit[worker] = credit
-        self.held_by = {t: w for t, w in self.held_by.items() if w != worker or t in held}
+        self.held_by = {t: lease for t, lease in self.held_by.items() if lease[0] != worker or t in held}
 
     @rule()
     def lease(self):
@@ -105,7 +105,7 @@ class Model(RuleBasedStateMachine):
             assert grant.task.kind in kinds[grant.worker]
             assert grant.task.payload == f"media of {grant.task.id}"
             assert self.attempts[grant.task.id] < min(grant.attempt, MAX_ATTEMPTS)
-            self.held_by[grant.task.id] = grant.worker
+            self.held_by[grant.task.id] = (grant.worker, grant.attempt)
 
     @rule(worker=workers, task_id=task_ids, attempt=st.integers(1, 3), done=st.integers(0, 3))
     def progress(self, worker, task_id, attempt, done):
@@ -116,14 +116,15 @@ class Model(RuleBasedStateMachine):
         self.ledger.result(worker, task_id, attempt, 0.1, {"by": worker})
         self.held_by.pop(task_id, None)
 
-    @rule(worker=workers, task_id=task_ids, fatal=st.booleans())
-    def failed(self, worker, task_id, fatal):
-        self.ledger.failed(worker, task_id, "for good" if fatal else "no", fatal)
-        self.spent((worker, task_id))
+    @rule(worker=workers, task_id=task_ids, attempt=st.integers(1, 3), fatal=st.booleans())
+    def failed(self, worker, task_id, attempt, fatal):
+        self.ledger.failed(worker, task_id, attempt, "for good" if fatal else "no", fatal)
+        self.spent((worker, task_id, attempt))
 
     @rule(worker=workers)
     def worker_lost(self, worker):
-        self.spent(*((worker, task_id) for task_id in self.ledger.worker_lost(worker, "gone")))
+        for task_id in self.ledger.worker_lost(worker, "gone"):
+            self.spent((worker, task_id, self.held_by.get(task_id, ("", 0))[1]))
         assert not self.ledger.knows_worker(worker)
 
     @rule(worker=workers)
@@ -138,7 +139,7 @@ class Model(RuleBasedStateMachine):
 
     def returned(self, worker, ids):
         """Leases that were no attempts."""
-        self.held_by = {t: w for t, w in self.held_by.items() if w != worker or t not in ids}
+        self.held_by = {t: lease for t, lease in self.held_by.items() if lease[0] != worker or t not in ids}
 
     @rule(seconds=st.sampled_from([0.5, 6.0, 11.0, 70.0]))
     def expire(self, seconds):
@@ -230,7 +231,7 @@ def test_a_stalled_lease_moves_but_its_worker_gets_nothing_more_until_it_reports
     up(ledger)
     leased(ledger)
     assert ledger.expire(STALL_S) == []
-    assert ledger.expire(STALL_S + 0.1) == [("w0", "t")]
+    assert ledger.expire(STALL_S + 0.1) == [("w0", "t", 1)]
     assert ledger.expire(STALL_S + 0.2) == []
     assert leased(ledger) == [], "the only worker hangs"
     up(ledger, "w1")
@@ -239,6 +240,27 @@ def test_a_stalled_lease_moves_but_its_worker_gets_nothing_more_until_it_reports
     assert finished(ledger) == [("t", True, "")]
     ledger.submit(a_task("u"))
     assert leased(ledger) == [("w0", "u", 1)], "it has reported; w1 still works on t"
+
+
+def test_a_worker_is_told_again_that_it_hangs_after_each_stall():
+    ledger = a_ledger()
+    ledger.submit(a_task("t"))
+    up(ledger)
+    leased(ledger)
+    told = [now_s for now_s in range(35) if ledger.expire(now_s)]
+    assert told == [11, 22, 33]
+    assert ledger.counts["requeued"] == 1, "but the task moves once"
+
+
+def test_a_failure_of_an_earlier_lease_says_nothing_about_this_one():
+    ledger = a_ledger()
+    ledger.submit(a_task("t"))
+    up(ledger)
+    leased(ledger)
+    assert ledger.failed("w0", "t", 1, "no luck", fatal=False) is Verdict.ACCEPTED
+    assert leased(ledger) == [("w0", "t", 2)]
+    assert ledger.failed("w0", "t", 1, "no luck", fatal=True) is Verdict.DUPLICATE
+    assert ledger.result("w0", "t", 2, 0.1, {}) is Verdict.ACCEPTED
 
 
 def test_only_growing_progress_renews_a_lease():
@@ -251,7 +273,7 @@ def test_only_growing_progress_renews_a_lease():
     ledger.progress("w0", "t", 1, 1, 17.0)
     ledger.progress("w0", "t", 2, 5, 17.0)
     ledger.progress("w1", "t", 1, 5, 17.0)
-    assert ledger.expire(18.1) == [("w0", "t")]
+    assert ledger.expire(18.1) == [("w0", "t", 1)]
 
 
 def test_a_task_that_kills_its_workers_is_quarantined_with_the_reasons():
@@ -300,9 +322,9 @@ def test_another_worker_is_preferred_for_another_attempt():
     up(ledger, "w1")
     ledger.submit(a_task("t"))
     assert leased(ledger) == [("w0", "t", 1)]
-    ledger.failed("w0", "t", "no luck", fatal=False)
+    ledger.failed("w0", "t", 1, "no luck", fatal=False)
     assert leased(ledger) == [("w1", "t", 2)]
-    ledger.failed("w1", "t", "hopeless", fatal=True)
+    ledger.failed("w1", "t", 2, "hopeless", fatal=True)
     assert finished(ledger) == [("t", False, "no luck; hopeless (2 attempts)")]
 
 
@@ -361,7 +383,7 @@ def test_who_watches_hears_of_each_end_once_with_the_payload():
     ledger.result("w0", "a", 1, 0.1, {})
     ledger.result("w0", "a", 1, 0.1, {})
     leased(ledger)
-    ledger.failed("w0", "b", "broken", fatal=True)
+    ledger.failed("w0", "b", 1, "broken", fatal=True)
     ledger.release("ann", 2)
     assert heard == [("media of a", True, ""), ("media of b", False, "broken")]
 
@@ -397,7 +419,7 @@ def test_a_worker_that_hangs_in_a_cancelled_task_is_still_noticed():
     ledger.submit(a_task("t"))
     leased(ledger)
     ledger.cancel("ann", ["t"])
-    assert ledger.expire(STALL_S + 0.1) == [("w0", "t")]
+    assert ledger.expire(STALL_S + 0.1) == [("w0", "t", 1)]
     assert ledger.expire(STALL_S + 0.2) == []
 
 

@@ -168,6 +168,36 @@ def test_dismissed_workers_return(stack):
     assert not thread.is_alive()
 
 
+def test_a_release_that_is_lost_is_repeated(stack, monkeypatch):
+    """Else the hub would keep the tensors for good."""
+    heard = []
+
+    def deaf_once(self, route, message, *rest):
+        if message.type == "release":
+            heard.append(list(message.fields["ids"]))
+        if message.type != "release" or len(heard) > 1:
+            answer(self, route, message, *rest)
+
+    answer = Hub._from_client
+    monkeypatch.setattr(Hub, "_from_client", deaf_once)
+    monkeypatch.setattr("wfm_ds.pipes.client.RELEASE_AGAIN_S", 0.1)
+    hub = a_hub(stack)
+    client = a_client(stack, hub)
+    a_worker(stack, hub, ramp)
+    submit(client, "a", 5)
+    assert outcome(client).ok
+    client.release(["a"])
+    tick = threading.Event()
+    for _ in range(int(DEADLINE_S / 0.05)):
+        if not client._releasing and heard:
+            break
+        tick.wait(0.05)
+    assert len(heard) >= 2
+    assert set(map(tuple, heard)) == {("a",)}
+    with pytest.raises(PipeError, match="no result a"):
+        client.fetch(["a"], DEADLINE_S)
+
+
 def test_the_spool_counts_what_it_holds():
     spool = Spool()
     specs, _ = pack_tensors([("x", np.zeros(10, np.float32))])

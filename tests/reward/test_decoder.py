@@ -8,7 +8,7 @@ from reward_http import Http, serving
 from wfm_ds.errors import RewardError
 from wfm_ds.models.tiny.parts.wan_vae import wan_vae
 from wfm_ds.models.vae import decode
-from wfm_reward.decoder import Decoder
+from wfm_reward.decoder import Decoder, Scale
 from wfm_reward.web.cosmos import as_float
 
 
@@ -37,6 +37,7 @@ def test_a_decoder_makes_the_video_that_the_models_vae_makes(vae, tmp_path):
         video = decoder.decode(a_latent())
         assert (video.shape, video.dtype) == ((5, 24, 40, 3), np.uint8)
         assert np.abs(video.astype(int) - expected(model, a_latent())).max() <= 1
+        assert Scale.of(4, str(path)).video_bytes(a_latent().shape) == video.nbytes
     assert decoder._answer(np.full((4, 1, 2, 2), np.nan, np.float32))[1] == "latents are not finite"
 
 
@@ -46,6 +47,8 @@ def test_a_vae_of_other_latents_or_none_is_named(vae, tmp_path):
         Decoder(str(folder), "cpu", "float32", 16, str(tmp_path))
     with pytest.raises(RewardError, match="cannot be loaded"):
         Decoder(str(tmp_path / "none"), "cpu", "float32", 16, str(tmp_path))
+    with pytest.raises(RewardError, match=r"latent_decoders\.16\.vae: .*none/config\.json cannot be read"):
+        Scale.of(16, str(tmp_path / "none"))
 
 
 def test_bfloat16_seen_as_bytes_is_widened():
@@ -58,7 +61,7 @@ def test_latents_over_http_are_scored_as_the_videos_that_they_are(vae, tmp_path)
     folder, model = vae
     config = {
         "pipes": {"folder": str(tmp_path / "s")},
-        "http": {"bind": "127.0.0.1:0"},
+        "http": {"bind": "127.0.0.1:0", "max_pending_mib": 1},
         "latent_decoders": {4: {"vae": str(folder)}},
         "rewards": {"mock": {}, "motion": {}},
     }
@@ -72,7 +75,11 @@ def test_latents_over_http_are_scored_as_the_videos_that_they_are(vae, tmp_path)
         frames = expected(model, latent).astype(float)
         return np.abs(np.diff(frames, axis=0)).mean() / 255
 
+    (tmp_path / "s").mkdir(mode=0o700)
+    stale = tmp_path / "s" / "video-of-a-killed-service.npy"
+    stale.touch()
     with serving(tmp_path, config) as (_, said):
+        assert not stale.exists()
         http = Http(said["http"], None)
         for body, meant in ((latents, latents), (half.view(torch.uint8).numpy(), half.float().numpy())):
             answer = http.scores({**fields, "media_type": "latent"}, body, "motion")
@@ -82,6 +89,9 @@ def test_latents_over_http_are_scored_as_the_videos_that_they_are(vae, tmp_path)
         assert answer["failures"] == [{"index": 0, "reason": "latents are not finite"}]
         assert answer["scores"]["motion"][1] == pytest.approx(motion_of(latents[1]), abs=3e-3)
         assert list((tmp_path / "s").glob("*.npy")) == [], "what was fetched is removed"
+        long = np.zeros((2, 4, 30, 8, 8), np.float16)  # 30 KiB, and two videos of 1.4 MiB
+        status, content, _ = http.enqueue(fields | {"media_type": "latent"}, long)
+        assert (status, content["error"]["code"]) == (413, "too_large")
         wide = np.zeros((1, 16, 1, 2, 2), np.float16)
         status, content, _ = http.enqueue(fields | {"prompts": ["a"], "video_infos": [{}]}, wide)
         assert (status, content["message"]) == (

@@ -18,7 +18,9 @@ from typing import Any
 
 import zmq
 
+from wfm_ds.chunks import chunks
 from wfm_ds.pipes import wire
+from wfm_ds.pipes.clock import OwnClock
 from wfm_ds.pipes.keys import ClientKeys
 from wfm_ds.pipes.messages import HUB_TO_CLIENT
 from wfm_ds.pipes.sockets import Dealer, Full, Mailbox, NotAllowed, PipeError, check_endpoint
@@ -33,6 +35,8 @@ SINCE_S = 2.0  # between signs of life
 RESUBMIT_S = 2.0  # until accepted
 FULL_S = 1.0  # before a full hub is asked again
 REFETCH_S = 10.0  # an unanswered request for a payload
+RELEASE_AGAIN_S = 2.0  # until the hub says that it has forgotten them
+IDS_PER_MESSAGE = 100
 MAX_FETCHES = 4  # open at once
 MAX_IN_FLIGHT = 4  # submissions sent and not accepted: the rest waits here, not in a socket
 
@@ -45,7 +49,7 @@ class TaskRequest:
     kind: str
     start: int
     stop: int
-    deadline_s: float  # on time.monotonic; the hub gives up after it
+    deadline_s: float  # on PipeClient.now_s; the hub gives up after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +116,13 @@ class PipeClient:
         self._session = ""  # while attached
         self._last_session = ""
         self._seq = 0
-        self._heard_at_s = time.monotonic()
+        self._clock = OwnClock(time.monotonic())
+        self._heard_at_s = self._clock.now_s
         self._mids = itertools.count(1)
         self._submissions: list[_Submission] = []
         self._where: dict[str, _Submission] = {}
         self._requests: dict[str, _Request] = {}  # by the id of what is to arrive
+        self._releasing: dict[str, float] = {}  # when the hub was told last to forget it
         self._arrived: dict[str, Message | str] = {}  # a payload, or why it is missing; under self._changed
         self._attach_at_s = self._since_at_s = float("-inf")
         self._thread = threading.Thread(target=self._talk, name="pipes", daemon=True)
@@ -125,7 +131,7 @@ class PipeClient:
     def attach(self, timeout_s: float) -> None:
         """Wait until the hub has answered once; `kinds` is set then. Raises PipeError with what is known: after
         timeout_s, or sooner if there is a hub and it wants other keys, or none."""
-        refused_s = time.monotonic() + min(REFUSED_S, timeout_s)
+        refused_s = self.now_s() + min(REFUSED_S, timeout_s)
         with self._changed:
             self._changed.wait_for(lambda: self._last_session or self._refused_at_s >= refused_s, timeout_s)
             if not self._last_session:
@@ -142,7 +148,7 @@ class PipeClient:
         specs, frames = wire.pack_tensors(tensors)
         by_id = {task.id: task for task in tasks}
         submission = _Submission(rows, specs, list(itertools.chain(*frames)), by_id, set(by_id))
-        submission.encode(0, time.monotonic())
+        submission.encode(0, self.now_s())
         self._commands.put(lambda: self._add(submission))
 
     def take(self, timeout_s: float) -> list[Outcome]:
@@ -174,7 +180,11 @@ class PipeClient:
     def release(self, ids: Iterable[str]) -> None:
         """The hub may forget the tensors of these results."""
         wanted = list(ids)
-        self._commands.put(lambda: self._send_ids("release", wanted))
+        self._commands.put(lambda: self._release(wanted))
+
+    def now_s(self) -> float:
+        """time.monotonic, less the time for which this process was stopped: for deadlines of the hub's answers."""
+        return self._clock.now_s if self._thread.is_alive() else time.monotonic()
 
     def silent_s(self) -> float:
         """How long the hub has not been heard of, judged after everything that arrived was read."""
@@ -209,16 +219,18 @@ class PipeClient:
     def _give_up(self, keys: Iterable[str]) -> None:
         for key in keys:
             self._requests.pop(key, None)
+            with self._changed:
+                self._arrived.pop(key, None)  # just now: nobody waits for it
 
     def _talk(self) -> None:
         try:
             while not self._stopping:
                 self._wait()
+                now_s = self._clock.look(time.monotonic())
                 for command in self._commands.take():
                     command()
                 while self._dealer is not None and (frames := self._dealer.receive()) is not None:
-                    self._from_hub(frames)
-                now_s = time.monotonic()
+                    self._from_hub(frames, now_s)
                 self._silent_s = now_s - self._heard_at_s
                 if not self._session:
                     self._try_to_attach(now_s)
@@ -281,36 +293,41 @@ class PipeClient:
         for request in itertools.islice(self._requests.values(), MAX_FETCHES):
             if now_s - request.sent_at_s > REFETCH_S and self._send(request.type, request.fields):
                 request.sent_at_s = now_s
+        self._repeat_releases(now_s)
         if now_s - self._since_at_s > SINCE_S and self._send("since", {"seq": self._seq}):
             self._since_at_s = now_s
 
-    def _from_hub(self, frames: list[zmq.Frame]) -> None:
+    def _from_hub(self, frames: list[zmq.Frame], now_s: float) -> None:
         try:
             message = wire.decode([frame.buffer for frame in frames], HUB_TO_CLIENT)
         except WireError as error:
             log.warning("dropped a message of the hub: %s", error)
             return
-        self._heard_at_s = time.monotonic()
+        self._heard_at_s = now_s
         fields = message.fields
         if message.type == "attached":
             self._attached(fields)
         elif message.type == "who":
             self._session = ""
         elif message.type == "accepted":
-            self._accepted(fields)
+            self._accepted(fields, now_s)
         elif message.type == "finished":
             for item in fields["items"]:
-                self._seq = max(self._seq, item["seq"])  # no gaps: in order on one connection, from the start on a new
                 self._finish(Outcome(item["id"], item["ok"], item["seconds"], item["meta"], item["reason"]))
             if fields["items"]:
+                if fields["after"] <= self._seq:  # else something is missing, and the hub will repeat all since then
+                    self._seq = max(self._seq, fields["items"][-1]["seq"])
                 self._since_at_s = float("-inf")  # acknowledged at once: a hub that stops waits for it
         elif message.type in ("payload", "missing"):
             if self._requests.pop(fields["id"], None) is not None:  # else a repetition
                 with self._changed:
                     self._arrived[fields["id"]] = message if message.type == "payload" else fields["why"]
                     self._changed.notify_all()
+        elif message.type == "released":
+            for task_id in fields["ids"]:
+                self._releasing.pop(task_id, None)
         elif not self._session:
-            self._refused(fields["why"], self._heard_at_s)
+            self._refused(fields["why"], now_s)
         else:
             self._trouble = fields["why"]
             log.warning("the hub rejected a message: %s", fields["why"])
@@ -319,6 +336,7 @@ class PipeClient:
         self._session = fields["session"]
         if self._session != self._last_session:  # the hub is new, or has forgotten us
             self._seq = 0
+            self._releasing.clear()
             for submission in self._submissions:
                 submission.unaccepted = set(submission.open)
                 submission.retry_at_s = float("-inf")
@@ -326,13 +344,13 @@ class PipeClient:
             self.kinds, self._last_session = fields["kinds"], self._session
             self._changed.notify_all()
 
-    def _accepted(self, fields: Mapping[str, Any]) -> None:
+    def _accepted(self, fields: Mapping[str, Any], now_s: float) -> None:
         for task_id in (*fields["ids"], *fields["known"]):
             if task_id in self._where:
                 self._where[task_id].unaccepted.discard(task_id)
         for task_id, why in fields["refused"]:
             if why == "full" and task_id in self._where:
-                self._where[task_id].retry_at_s = time.monotonic() + FULL_S
+                self._where[task_id].retry_at_s = now_s + FULL_S
             elif task_id in self._where:
                 self._finish(Outcome(task_id, False, 0.0, {}, f"refused: {why}"))
 
@@ -359,12 +377,25 @@ class PipeClient:
     def _cancel(self, ids: Iterable[str]) -> None:
         self._send_ids("cancel", [task_id for task_id in ids if self._drop(task_id)], why="nobody waits for it")
 
+    def _release(self, ids: Sequence[str]) -> None:
+        self._releasing.update(dict.fromkeys(ids, float("-inf")))
+        self._repeat_releases(self._clock.now_s)
+
+    def _repeat_releases(self, now_s: float) -> None:
+        """What the hub has not confirmed: a message that is lost would leave it with tensors for good."""
+        due = [task_id for task_id, sent_at_s in self._releasing.items() if now_s - sent_at_s > RELEASE_AGAIN_S]
+        for some in chunks(due, IDS_PER_MESSAGE):
+            if not self._send("release", {"ids": some}):
+                return
+            self._releasing.update(dict.fromkeys(some, now_s))
+
     def _send_ids(self, message_type: str, ids: Sequence[str], **fields: str) -> None:
-        for at in range(0, len(ids), 100):
-            self._send(message_type, {"ids": list(ids[at : at + 100]), **fields})
+        for some in chunks(ids, IDS_PER_MESSAGE):
+            self._send(message_type, {"ids": list(some), **fields})
 
     def _leave(self) -> None:
         self._cancel(list(self._where))
+        self._send_ids("release", list(self._releasing))
         self._send("since", {"seq": self._seq})
         self._stopping = True
 

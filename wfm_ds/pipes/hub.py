@@ -22,6 +22,7 @@ from typing import Any
 import zmq
 
 from wfm_ds.pipes import wire
+from wfm_ds.pipes.clock import OwnClock
 from wfm_ds.pipes.keys import HubKeys
 from wfm_ds.pipes.ledger import Ledger
 from wfm_ds.pipes.messages import CLIENT_TO_HUB, META_BYTES, REASON_CHARS, WORKER_TO_HUB
@@ -112,6 +113,7 @@ class Hub:
         self.kinds = dict(kinds)
         self.rejected: Counter[str] = Counter()
         self.error: Exception | None = None
+        self.dismissed = False  # there will be no more work
         self._observer, self._on_stall = observer, on_stall
         self._ledger = Ledger(
             {name: kind.stall_s for name, kind in kinds.items()},
@@ -131,6 +133,7 @@ class Hub:
             self._close()
             raise
         self._mids = itertools.count(1)
+        self._clock = OwnClock(time.monotonic())  # a hub that was stopped blames nobody for it
         self._owner_of: dict[bytes, str] = {}
         self._attached: dict[str, _Client] = {}
         self._worker_of: dict[bytes, str] = {}
@@ -171,6 +174,7 @@ class Hub:
 
     def dismiss_workers(self, why: str) -> None:
         """Tell all workers that there will be no more work."""
+        self.dismissed = True
         self._commands.put(lambda: self._dismiss(why))
 
     def workers(self) -> list[str]:
@@ -198,7 +202,7 @@ class Hub:
 
     def _answer(self, answer: Future[HubStatus]) -> None:
         if answer.set_running_or_notify_cancel():  # else nobody waits for it any more
-            answer.set_result(self._census(time.monotonic()))
+            answer.set_result(self._census(self._clock.now_s))
 
     def _census(self, now_s: float) -> HubStatus:
         kinds, workers = self._ledger.census(now_s)
@@ -208,7 +212,7 @@ class Hub:
 
     def _observe(self, task: Task, completion: Completion) -> None:
         work: _Work = task.payload
-        waited_s = max(0.0, time.monotonic() - work.submitted_at_s - completion.seconds)
+        waited_s = max(0.0, self._clock.now_s - work.submitted_at_s - completion.seconds)
         self._observer(Ended(task.kind, work.rows, work.specs, work.frames, completion, waited_s))
 
     def _bound(self, endpoint: str, keys: HubKeys | None = None) -> Router:
@@ -223,7 +227,7 @@ class Hub:
                 poller.register(readable, zmq.POLLIN)
             while not self._done():
                 poller.poll(TICK_MS)
-                self._turn(time.monotonic())
+                self._turn(self._clock.look(time.monotonic()))
         except Exception as error:  # the border of the thread: whoever owns the hub reads `error`
             log.exception("the hub failed")
             self.error = error
@@ -236,10 +240,10 @@ class Hub:
             command()
         self._receive(self._clients, CLIENT_TO_HUB, self._from_client, now_s)
         self._lose_silent_workers(now_s)
-        for worker, task_id in self._ledger.expire(now_s):
+        for worker, task_id, attempt in self._ledger.expire(now_s):
             log.warning("task %s stalled in worker %s", task_id, worker)
             self._on_stall(worker)
-            self._to_worker(worker, "cancel", {"ids": [task_id], "why": "stalled"})
+            self._to_worker(worker, "stalled", {"id": task_id, "attempt": attempt})
         for owner in [o for o, client in self._attached.items() if now_s - client.seen_at_s > SILENT_CLIENT_S]:
             self._forget(owner)
         for grant in self._ledger.lease(now_s):
@@ -324,7 +328,7 @@ class Hub:
             size = wire.packed_size(fields["meta"])
             if size > META_BYTES:
                 reason = f"a result of {size} bytes, {META_BYTES} are allowed"
-                self._ledger.failed(worker, fields["id"], reason, fatal=True)
+                self._ledger.failed(worker, fields["id"], fields["attempt"], reason, fatal=True)
             else:
                 self._result(worker, message, frames[1:])
             self._send(self._workers, route, "ack", {"ids": [fields["id"]]})
@@ -334,7 +338,7 @@ class Hub:
             self._forget_worker(worker)
         else:
             log.warning("worker %s failed at %s: %s\n%s", worker, fields["id"], fields["reason"], fields["detail"])
-            self._ledger.failed(worker, fields["id"], fields["reason"], fields["fatal"])
+            self._ledger.failed(worker, fields["id"], fields["attempt"], fields["reason"], fields["fatal"])
             self._send(self._workers, route, "ack", {"ids": [fields["id"]]})
 
     def _result(self, worker: str, message: Message, payload: list[zmq.Frame]) -> None:
@@ -430,7 +434,7 @@ class Hub:
             self._ledger.release(owner, fields["seq"])
             self._attached[owner].notified = fields["seq"]
             if not self._ledger.completions(owner, fields["seq"]):
-                self._send(self._clients, route, "finished", {"items": []})  # a sign of life
+                self._send(self._clients, route, "finished", {"after": fields["seq"], "items": []})  # a sign of life
         elif message.type == "fetch":
             self._answer_with(route, fields["id"], lambda: self._spool.result(fields["id"], owner.split("/", 1)[0]))
         elif message.type == "read":
@@ -438,6 +442,7 @@ class Hub:
             self._answer_with(route, f"{name}@{offset}", lambda: self._spool.piece(name, offset))
         elif message.type == "release":
             self._spool.drop(fields["ids"])
+            self._send(self._clients, route, "released", {"ids": fields["ids"]})
         else:
             self._spool.drop(fields["ids"])
             self._cancel_running(self._ledger.cancel(owner, fields["ids"]), fields["why"])
@@ -520,7 +525,7 @@ class Hub:
                 if batch and size > FINISHED_BYTES:
                     break
                 batch.append(fields)
-            if not self._send(self._clients, client.route, "finished", {"items": batch}):
+            if not self._send(self._clients, client.route, "finished", {"after": client.notified, "items": batch}):
                 return
             client.notified = batch[-1]["seq"]
             items = items[len(batch) :]

@@ -48,7 +48,7 @@ class _Lease:
     progress_at_s: float
     done: int = 0
     void: bool = False
-    stalled: bool = False  # and said so
+    stalled_at_s: float = float("-inf")  # when it was said to have stalled, the last time
 
 
 @dataclass(slots=True)
@@ -212,8 +212,12 @@ class Ledger:
         self._finish(entry, State.DONE, worker=worker, seconds=seconds, meta=meta, attempt=attempt)
         return self._count(Verdict.ACCEPTED if current else Verdict.LATE)
 
-    def failed(self, worker: str, task_id: str, reason: str, fatal: bool) -> Verdict:
+    def failed(self, worker: str, task_id: str, attempt: int, reason: str, fatal: bool) -> Verdict:
         """The worker could not do it: another attempt, or quarantine with the reasons of all."""
+        known = self._workers.get(worker)
+        lease = known.leases.get(task_id) if known else None
+        if lease is not None and lease.attempt != attempt:
+            return self._count(Verdict.DUPLICATE)  # about an earlier lease of the same worker
         current = self._take_lease(worker, task_id)
         entry = self._entries.get(task_id)
         if entry is None or not current:
@@ -245,19 +249,20 @@ class Ledger:
         for task_id in task_ids:
             self._give_back(worker, task_id)
 
-    def expire(self, now_s: float) -> list[tuple[str, str]]:
+    def expire(self, now_s: float) -> list[tuple[str, str, int]]:
         """Requeue what saw no progress for its kind's stall_s, give up what is past its deadline.
 
-        Returns (worker, task id) of the leases that have stalled just now, void ones too: those workers hang. They keep
-        their place in the worker's credit: see the module docstring.
+        Returns (worker, task id, attempt) of the leases that have stalled, void ones too, again after each stall_s:
+        those workers hang, or never heard of the task. The leases keep their place in the worker's credit: see the
+        module docstring.
         """
         stalled = []
         for name, worker in self._workers.items():
             for task_id, lease in worker.leases.items():
-                if lease.stalled or now_s - lease.progress_at_s <= lease.stall_s:
+                if now_s - max(lease.progress_at_s, lease.stalled_at_s) <= lease.stall_s:
                     continue
-                stalled.append((name, task_id))
-                lease.stalled = True
+                stalled.append((name, task_id, lease.attempt))
+                lease.stalled_at_s = now_s
                 if not lease.void:
                     lease.void = True
                     self._requeue(self._entries[task_id], f"no progress for {lease.stall_s:g} s", fatal=False)

@@ -120,6 +120,7 @@ SCHEMAS: dict[str, dict[str, Check]] = {
         "note": FreeMap(),  # what the hub's owner announced last, such as the weights to use
     },
     "ack": {"ids": _IDS},
+    "stalled": {"id": _ID, "attempt": Integer(1)},  # this lease saw no progress; perhaps its task never arrived
     "bye": {"why": _REASON},  # the hub's work is done: leave
     # client -> hub
     "attach": {"run": Text(120), "client": Text(120), "epoch": Integer()},  # a restarted client has a higher epoch
@@ -127,14 +128,18 @@ SCHEMAS: dict[str, dict[str, Check]] = {
     "since": {"seq": Integer()},  # completions up to seq have arrived; also the sign of life
     "fetch": {"id": _ID},  # the tensors of a result; any client of the submitter's run may
     "read": {"file": _ID, "offset": Integer()},  # a piece of an announced file
-    "release": {"ids": _IDS},  # nobody fetches these any more
+    "release": {"ids": _IDS},  # nobody fetches these any more; repeated until `released`
     # hub -> client
     "attached": {
         "session": Text(64),  # a new one means that the hub knows nothing of this client's tasks
         "kinds": FreeMap(),  # what it offers: kind -> facts from its configuration
     },
     "accepted": {"ids": _IDS, "known": _IDS, "refused": ListOf(Tuple((_ID, Text())))},
-    "finished": {"items": ListOf(_COMPLETION)},
+    "finished": {
+        "after": Integer(),  # the seq before these: a client that has not seen it knows that a message was lost
+        "items": ListOf(_COMPLETION),
+    },
+    "released": {"ids": _IDS},
     "payload": {"id": _ID},  # a result, or `file@offset`
     "missing": {"id": _ID, "why": _REASON},
     # hub -> any, client -> hub
@@ -144,9 +149,9 @@ SCHEMAS: dict[str, dict[str, Check]] = {
 }
 
 WORKER_TO_HUB = frozenset({"hello", "beat", "result", "failed", "leave"})
-HUB_TO_WORKER = frozenset({"welcome", "task", "ack", "cancel", "bye", "who", "reject"})
+HUB_TO_WORKER = frozenset({"welcome", "task", "ack", "stalled", "cancel", "bye", "who", "reject"})
 CLIENT_TO_HUB = frozenset({"attach", "submit", "since", "fetch", "read", "release", "cancel"})
-HUB_TO_CLIENT = frozenset({"attached", "accepted", "finished", "payload", "missing", "who", "reject"})
+HUB_TO_CLIENT = frozenset({"attached", "accepted", "finished", "payload", "missing", "released", "who", "reject"})
 TYPES_WITH_TENSORS = frozenset({"submit", "task", "result", "payload"})
 
 

@@ -125,7 +125,7 @@ class LeaseWorker:
         self._tasks: queue.SimpleQueue[TaskInHand | None] = queue.SimpleQueue()
         self._news: Mailbox[_Report | None] = Mailbox()  # None: look at the marks
         self._reports: dict[str, _Report] = {}
-        self._queued: set[str] = set()  # held: arrived, not reported yet
+        self._queued: dict[str, int] = {}  # the attempts that are held: arrived, not reported yet
         self._next: TaskInHand | None = None  # arrived, but too large for the batch that was being gathered
         self._running: frozenset[str] = frozenset()
         self._marks: list[tuple[str, int, int, int]] = []  # id, attempt, done, total of the running tasks
@@ -225,7 +225,7 @@ class LeaseWorker:
                     self._from_hub(frames)
                 if not self._hub and now_s - hello_at_s > HELLO_S:
                     hello_at_s = now_s
-                    held = sorted(self._queued | self._reports.keys())
+                    held = sorted(self._queued.keys() | self._reports.keys())
                     self._send(dealer, "hello", {**self._hello, "held": held})
                 if self._hub and (new_mark or now_s - beat_at_s > self._beat_s):
                     beat_at_s = now_s
@@ -266,7 +266,7 @@ class LeaseWorker:
             if report is None:
                 new_mark = bool(self._marks)
             else:
-                self._queued.discard(report.fields["id"])
+                self._queued.pop(report.fields["id"], None)
                 self._reports[report.fields["id"]] = report
         return new_mark
 
@@ -285,8 +285,11 @@ class LeaseWorker:
         elif message.type == "who":
             self._hub = ""
         elif message.type == "task":
+            told = self._reports.get(fields["id"])
+            if told is not None and told.type == "failed" and told.fields["attempt"] < fields["attempt"]:
+                del self._reports[fields["id"]]  # the hub has heard of it: this is another try
             if fields["id"] not in self._queued and fields["id"] not in self._reports:
-                self._queued.add(fields["id"])
+                self._queued[fields["id"]] = fields["attempt"]
                 self._tasks.put(TaskInHand(fields["id"], fields["attempt"], fields["kind"], fields["rows"], message))
         elif message.type == "ack":
             for task_id in fields["ids"]:
@@ -295,22 +298,29 @@ class LeaseWorker:
             log.info("the hub says: %s", fields["why"])
             self._stopping.set()
         elif message.type == "cancel":
-            self._cancel(fields["ids"], fields["why"])
+            for task_id in self._queued.keys() & set(fields["ids"]) - self._running:
+                self._give_up(task_id, self._queued[task_id], f"cancelled: {fields['why']}")
+        elif message.type == "stalled":
+            self._stalled(fields["id"], fields["attempt"])
         elif fields["why"] != self._trouble:  # a hello is repeated
             self._trouble = fields["why"]
             log.warning("the hub rejected a message: %s", fields["why"])
 
-    def _cancel(self, ids: list[str], why: str) -> None:
-        if why == "stalled" and self._running.intersection(ids):
+    def _stalled(self, task_id: str, attempt: int) -> None:
+        if task_id in self._reports or self._queued.get(task_id, attempt) != attempt:
+            return  # it is over
+        if task_id in self._running:
             hung = ", ".join(sorted(self._running))
             log.error("%s hangs: this worker ends, its supervisor starts another. Stacks:", hung)
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
             os._exit(EXIT_HUNG)  # a thread that hangs cannot be stopped in any other way
-        for task_id in ids:
-            if task_id not in self._running and task_id in self._queued:
-                self._queued.discard(task_id)
-                reason = {"reason": f"cancelled: {why}"[:REASON_CHARS], "detail": "", "fatal": False}
-                self._news.put(_Report("failed", {"id": task_id, "attempt": 1, **reason}))
+        self._give_up(task_id, attempt, "it was not begun" if task_id in self._queued else "it did not arrive")
+
+    def _give_up(self, task_id: str, attempt: int, why: str) -> None:
+        """Before it was begun."""
+        self._queued.pop(task_id, None)
+        failure = {"reason": _text(why, REASON_CHARS), "detail": "", "fatal": False}
+        self._news.put(_Report("failed", {"id": task_id, "attempt": attempt, **failure}))
 
     def _send_reports(self, dealer: Dealer, now_s: float) -> None:
         for report in self._reports.values() if self._hub else ():

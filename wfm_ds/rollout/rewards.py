@@ -179,7 +179,7 @@ class _Ticket:
 
     reward: str
     sample_ids: tuple[str, ...]
-    deadline_s: float
+    deadline_s: float  # on PipeClient.now_s
 
 
 class RewardClient:
@@ -223,7 +223,7 @@ class RewardClient:
             {"id": sample_id, "prompt": batch.prompts[i], "metadata": dict(batch.metadata[i]), "fps": batch.fps}
             for i, sample_id in enumerate(batch.sample_ids)
         ]
-        deadline_s = time.monotonic() + self._reward.timeout_s
+        deadline_s = self._pipe.now_s() + self._reward.timeout_s
         max_rows = {f"score:{reward}": max_batch for reward, max_batch in self._max_batch.items()}
         for piece in submit_in_pieces(
             self._pipe, rows, list(media), max_rows, self._new_id, deadline_s + DEADLINE_SLACK_S
@@ -245,7 +245,7 @@ class RewardClient:
             MOVES.alive()
             for outcome in self._pipe.take(self._patience_s()):
                 self._book(outcome)
-            self._fail_overdue(time.monotonic())
+            self._fail_overdue(self._pipe.now_s())
             self._fail_if_lost()
         scores, self._scores = self._scores, {}
         return scores
@@ -276,7 +276,7 @@ class RewardClient:
 
     def _patience_s(self) -> float:
         """Until the next deadline; at most half a second, to notice a lost service."""
-        return min(0.5, min(ticket.deadline_s for ticket in self._tickets.values()) - time.monotonic())
+        return min(0.5, min(ticket.deadline_s for ticket in self._tickets.values()) - self._pipe.now_s())
 
     def _book(self, outcome: Outcome) -> None:
         ticket = self._tickets.pop(outcome.id, None)

@@ -22,6 +22,7 @@ from wfm_ds.errors import RecipeError
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.keys import HubKeys, hub_keys
 from wfm_ds.pipes.sockets import private_folder
+from wfm_ds.pipes.status import Ended
 from wfm_ds.recipe import Recipe, RolloutRecipe
 from wfm_ds.rollout.worker import KIND
 from wfm_ds.traces import ROLLOUT
@@ -57,6 +58,7 @@ class RolloutService:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.endpoint = str((self.folder / PIPES).absolute())
         self._sockets = private_folder() if self.settings.bind == "ipc" else None
+        self.children: list[Child] = []
         clients, workers = endpoints(self.settings.bind, self._sockets)
         info: dict[str, Any] = {"identity": dict(identity), "rewards": rewards, "workers": workers}
         try:
@@ -68,6 +70,7 @@ class RolloutService:
                 silent_worker_s=self.settings.lost_after_s,
                 keys=trainer_keys(self.settings),
                 worker_keys=self.settings.keys is not None,
+                observer=self._observe,
             )
         except BaseException:
             self._remove_sockets()
@@ -77,9 +80,8 @@ class RolloutService:
         with atomic.new_file(Path(self.endpoint)) as part:
             part.chmod(0o600)
             part.write_text(json.dumps(content))
-        self.children = [
-            Child(self, f"spawned-{i}", self.devices[i % len(self.devices)]) for i in range(self.settings.spawn)
-        ]
+        for i in range(self.settings.spawn):
+            self.children.append(Child(self, f"spawned-{i}", self.devices[i % len(self.devices)]))
 
     def command(self, name: str, device: str) -> list[str]:
         recipe, endpoint = str(self.recipe.run.output_dir / "recipe.yaml"), self.endpoint
@@ -114,6 +116,12 @@ class RolloutService:
         with contextlib.suppress(OSError):  # the logs of workers stay
             self.folder.rmdir()
 
+    def _observe(self, ended: Ended) -> None:
+        """In the hub's thread."""
+        if ended.completion.ok:
+            for child in self.children:
+                child.worked = child.worked or ended.completion.worker.startswith(f"{child.life}/")
+
     def _remove_sockets(self) -> None:
         if self._sockets is not None:
             shutil.rmtree(self._sockets, ignore_errors=True)
@@ -128,6 +136,7 @@ class Child:
         self.log = service.folder / f"{name}.log"
         self._stopping = threading.Event()
         self._lock = threading.Lock()  # nothing is started once stopping
+        self.worked = False  # its process has finished a chunk
         self._life = 0
         self._process = self._started()
         self._watcher = threading.Thread(target=self._watch, name=name, daemon=True)
@@ -137,6 +146,11 @@ class Child:
     def pid(self) -> int:
         """Of its process; another one after a restart."""
         return self._process.pid
+
+    @property
+    def life(self) -> str:
+        """The name of its process; that of a lane is LIFE/NUMBER."""
+        return f"{self.name}.{self._life}"
 
     def ask_to_stop(self) -> None:
         with self._lock:
@@ -154,11 +168,10 @@ class Child:
             self._process.wait()
 
     def _started(self) -> subprocess.Popen[bytes]:
-        self._life += 1
-        name = f"{self.name}.{self._life}"
+        self._life, self.worked = self._life + 1, False
         with self.log.open("ab") as log_file:
             return subprocess.Popen(
-                self.service.command(name, self.device),
+                self.service.command(self.life, self.device),
                 stdin=subprocess.PIPE,
                 stdout=log_file,
                 stderr=log_file,
@@ -173,12 +186,14 @@ class Child:
             if self._stopping.is_set():
                 return
             for lane in range(self.service.settings.in_flight):
-                self.service.hub.worker_lost(f"{self.name}.{self._life}/{lane}", "its worker died")
+                self.service.hub.worker_lost(f"{self.life}/{lane}", "its worker died")
+            if self.worked:
+                deaths.clear()  # only lives in which nothing was done speak against another one
             deaths.append(time.monotonic())
             while deaths[-1] - deaths[0] > DEATHS_WINDOW_S:
                 deaths.popleft()
-            if status == 0:
-                return  # dismissed
+            if status == 0 and self.service.hub.dismissed:
+                return
             if status == 2 or len(deaths) >= MAX_DEATHS:
                 self.failure = f"rollout worker {self.name} {self._last_error(status)} (log: {self.log})"
                 log.error("%s", self.failure)

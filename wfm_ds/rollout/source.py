@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -226,7 +225,7 @@ class _Lead:
         self._coordinator: Coordinator | None = None
         self._members: dict[int, list[Member]] = {}  # of admitted steps
         self._results: dict[str, Mapping[str, Any]] = {}  # meta by task id
-        self._finished_at_s = time.monotonic()
+        self._finished_at_s = self.client.now_s()
 
     @property
     def coordinator(self) -> Coordinator:
@@ -248,21 +247,21 @@ class _Lead:
                 last_step=recipe.run.steps,
             )
         self.coordinator.publish(step)
-        self._finished_at_s = time.monotonic()
+        self._finished_at_s = self.client.now_s()
         admitted = self.coordinator.admit()
         for at in range(0, len(admitted), MAX_ROWS):
             self._submit(admitted[at : at + MAX_ROWS])
 
     def gather(self, step: int, patience_s: float) -> tuple[bool, str]:
         """Book what finishes until the step is whole, at most so long. (whether it is, why the run cannot go on)"""
-        until_s = time.monotonic() + patience_s
+        until_s = self.client.now_s() + patience_s
         while True:
             for outcome in self.client.take(0.0 if self.coordinator.ready(step) else LOOK_S):
-                self._finished_at_s = time.monotonic()
+                self._finished_at_s = self.client.now_s()
                 self._book(outcome)
             if self.coordinator.ready(step):
                 return True, ""
-            now_s = time.monotonic()
+            now_s = self.client.now_s()
             if why := self._hopeless(step, now_s):
                 return False, why
             if now_s > until_s:
@@ -320,7 +319,7 @@ class _Lead:
 
     def _submit(self, tasks: Sequence[tuple[Chunk, str]]) -> None:
         rows = [ChunkWork(chunk.step, self._chunk_members(chunk)).to_json() for chunk, _ in tasks]
-        until_s = time.monotonic() + TASK_S
+        until_s = self.client.now_s() + TASK_S
         requests = [TaskRequest(task_id, KIND, i, i + 1, until_s) for i, (_, task_id) in enumerate(tasks)]
         try:
             self.client.submit(rows, [], requests)

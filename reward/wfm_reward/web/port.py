@@ -26,6 +26,7 @@ from wfm_ds.pipes.hub import Hub
 from wfm_ds.pipes.keys import HubKeys
 from wfm_reward import registry
 from wfm_reward.config import ServiceConfig
+from wfm_reward.decoder import Scale
 from wfm_reward.scorers import Scorers
 from wfm_reward.stats import Stats
 from wfm_reward.web.access import check_token, service_token
@@ -65,12 +66,14 @@ class HttpPort:
     """`start` binds; `stop` closes. Both from one thread of the caller."""
 
     def __init__(self, service: Service, base: Path) -> None:
-        """`base`: the folder of the configuration file. Raises RewardError for what access.py refuses."""
+        """`base`: the folder of the configuration file. Raises RewardError for what access.py refuses, and for a VAE
+        that cannot be read."""
         assert service.config.http is not None
         self.config = service.config.http
         self.url = ""
         self._service = service
         self._room = Room(self.config.max_pending_mib * 2**20)
+        self._scales = {n: Scale.of(n, one.vae) for n, one in service.config.latent_decoders.items()}
         self._token = service_token(self.config, base, os.environ)
         self._requests: Counter[tuple[str, int]] = Counter()
         self._started_at_s, _ = clock()
@@ -273,6 +276,8 @@ class HttpPort:
         if unknown:
             raise Problem(422, "unknown_reward", f"no reward {unknown[0][:80]!r} here; there are {', '.join(offered)}")
         decoder = self._decoder(wanted) if wanted.latents else None
+        if decoder is not None:  # their videos will be held beside them
+            num_bytes += sum(self._scales[item.shape[0]].video_bytes(item.shape) for item in wanted.media)
         return self._jobs.start(wanted, share.pass_on(num_bytes), timeout_s, decoder)
 
     def _decoder(self, wanted: ScoreRequest) -> str:

@@ -1,0 +1,125 @@
+"""`python -m benchmarks.soak.client PIPES_JSON`: what a trainer does with samples, without the training.
+
+Steps are admitted, taken, fetched and released as by an async run of staleness 1. Each sample is compared with what it
+must be. Writes the number of finished samples to stdout as it grows, and exits 1 with a sentence at the first sample
+that is lost, double or wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.soak import samples
+from benchmarks.soak.samples import CHUNK, GROUPS, MEMBERS, PER_STEP
+from wfm_ds.pipes.client import Outcome, PipeClient, TaskRequest
+from wfm_ds.pipes.wire import Message
+from wfm_ds.rollout.coordinator import Chunk, Closed, Coordinator
+from wfm_ds.rollout.worker import KIND
+
+ATTACH_S, FETCH_S = 60.0, 120.0
+PATIENCE_S = 300.0  # without a finished chunk; ends a hang, and measures nothing
+TASK_S = 86400.0
+
+
+class Wrong(Exception):
+    """A sample is lost, double, or not what it must be."""
+
+
+class Trainer:
+    def __init__(self, pipe: PipeClient, steps: int, seconds: float) -> None:
+        """`seconds`: that a worker takes for a sample."""
+        self.pipe, self.steps, self.seconds = pipe, steps, seconds
+        self.coordinator = Coordinator(
+            life="soak", groups_per_step=GROUPS, group_size=MEMBERS, chunk_size=CHUNK, max_staleness=1,
+            first_step=1, last_step=steps,
+        )  # fmt: skip
+        self.scores: dict[str, Any] = {}  # by task id, until its step is checked
+        self.finished = 0
+        self.seen = bytearray(steps * PER_STEP)
+
+    def run(self) -> None:
+        """Raises Wrong, and PipeError or WireError for what cannot be fetched."""
+        for step in range(1, self.steps + 1):
+            self.coordinator.publish(step - 1)
+            self._submit(self.coordinator.admit())
+            heard_at_s = time.monotonic()
+            while not self.coordinator.ready(step):
+                outcomes = self.pipe.take(1.0)
+                for outcome in outcomes:
+                    self._book(outcome)
+                if outcomes:
+                    heard_at_s = time.monotonic()
+                    sys.stdout.write(f"{self.finished}\n")
+                    sys.stdout.flush()
+                elif time.monotonic() - heard_at_s > PATIENCE_S:
+                    waiting = self.coordinator.waiting(step)
+                    raise Wrong(f"step {step} waits for {waiting} chunks, and none came for {PATIENCE_S:g} s")
+            plan = self.coordinator.plan(step)
+            payloads = self.pipe.fetch([closed.task_id for closed in plan], FETCH_S)
+            for closed in plan:
+                self._check(closed, payloads[closed.task_id])
+            self.pipe.release([closed.task_id for closed in plan])
+        if missing := self.seen.count(0):
+            raise Wrong(f"{missing} samples never came")
+
+    def _submit(self, admitted: Sequence[tuple[Chunk, str]]) -> None:
+        until_s = time.monotonic() + TASK_S
+        for at in range(0, len(admitted), GROUPS):
+            some = admitted[at : at + GROUPS]
+            rows = [{"members": samples.sample_ids(*chunk), "seconds": self.seconds} for chunk, _ in some]
+            self.pipe.submit(rows, [], [TaskRequest(i, KIND, n, n + 1, until_s) for n, (_, i) in enumerate(some)])
+
+    def _book(self, outcome: Outcome) -> None:
+        if not outcome.ok:
+            raise Wrong(f"chunk {outcome.id} is lost: {outcome.reason}")
+        try:
+            chunk = self.coordinator.chunk_of(outcome.id)
+        except KeyError as error:
+            raise Wrong(f"chunk {outcome.id} finished twice") from error
+        self.coordinator.result(outcome.id, self.coordinator.published)
+        self.scores[outcome.id] = outcome.meta["scores"]
+        self.finished += chunk.stop - chunk.first
+
+    def _check(self, closed: Closed, payload: Message) -> None:
+        (pictures,), scores, chunk = payload.tensors(), self.scores.pop(closed.task_id), closed.chunk
+        for row, (member, sample_id) in enumerate(
+            zip(range(chunk.first, chunk.stop), samples.sample_ids(*chunk), strict=True)
+        ):
+            want = samples.picture(sample_id)
+            if not np.array_equal(pictures[row], want):
+                raise Wrong(f"sample {sample_id} has other pixels than were made")
+            right = {name: [value, None] for name, value in samples.right_scores(sample_id, want).items()}
+            if scores[sample_id] != right:
+                raise Wrong(f"sample {sample_id} has the scores {scores[sample_id]}, right are {right}")
+            place = samples.index(chunk.step, chunk.group, member)
+            if self.seen[place]:
+                raise Wrong(f"sample {sample_id} came twice")
+            self.seen[place] = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.soak.client", description=__doc__)
+    parser.add_argument("endpoint")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    args = parser.parse_args(arguments)
+    pipe = PipeClient(args.endpoint, run="soak", client="trainer")
+    try:
+        pipe.attach(ATTACH_S)
+        Trainer(pipe, args.steps, args.seconds).run()
+    except Wrong as wrong:
+        sys.stderr.write(f"error: {wrong}\n")
+        return 1
+    finally:
+        pipe.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Memory and descriptors of processes over time, and whether they stay flat."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+WARM_UP = 0.1  # share of a life before its first third
+MAX_GROWTH_MIB = 4.0  # from the first third to the last: of allocators, and of the ids that hubs remember
+MAX_MORE_DESCRIPTORS = 8  # of clients that happen to be connecting
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    pid: int
+    rss_mib: float
+    descriptors: int
+
+
+class Histories:
+    """By the name of a process; another process may take its place."""
+
+    def __init__(self) -> None:
+        self._looks: defaultdict[str, list[Look]] = defaultdict(list)
+
+    def look(self, name: str, process: psutil.Process) -> None:
+        """Nothing if it has just ended."""
+        with contextlib.suppress(psutil.Error):
+            look = Look(process.pid, process.memory_info().rss / 2**20, process.num_fds())
+            if look.rss_mib:  # else it has ended, and waits for its parent
+                self._looks[name].append(look)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [_row(name, looks) for name, looks in self._looks.items()]
+
+
+def _row(name: str, looks: list[Look]) -> dict[str, Any]:
+    """About all lives of a process, and the thirds of the longest."""
+    lives = Counter(look.pid for look in looks)
+    longest, _ = lives.most_common(1)[0]
+    life = [look for look in looks if look.pid == longest]
+    life = life[int(len(life) * WARM_UP) :]
+    third = max(1, len(life) // 3)
+    first, last = life[:third], life[-third:]
+    rss = [look.rss_mib for look in looks]
+    return {
+        "process": name,
+        "lives": len(lives),
+        "MiB at first": rss[0],
+        "MiB at most": max(rss),
+        "MiB at last": rss[-1],
+        "MiB, first third": statistics.median(look.rss_mib for look in first),
+        "MiB, last third": statistics.median(look.rss_mib for look in last),
+        "descriptors, first third": int(statistics.median(look.descriptors for look in first)),
+        "descriptors, last third": int(statistics.median(look.descriptors for look in last)),
+    }
+
+
+def growths(rows: list[dict[str, Any]]) -> list[str]:
+    """A sentence about each process that is not flat."""
+    found = []
+    for row in rows:
+        mib = row["MiB, last third"] - row["MiB, first third"]
+        more = row["descriptors, last third"] - row["descriptors, first third"]
+        if mib > MAX_GROWTH_MIB:
+            found.append(f"{row['process']} grew by {mib:.1f} MiB; {MAX_GROWTH_MIB:g} are allowed")
+        if more > MAX_MORE_DESCRIPTORS:
+            found.append(f"{row['process']} has {more} more descriptors; {MAX_MORE_DESCRIPTORS} are allowed")
+    return found

@@ -1,0 +1,63 @@
+"""`python -m benchmarks.soak.worker`: a rollout worker whose pictures need no model. Started by host.py.
+
+Everything else of it is the worker of an async run: how it leases, waits for scores, returns, leaves.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.soak import samples
+from wfm_ds import recipe_file
+from wfm_ds.pipes.client import PipeClient
+from wfm_ds.pipes.worker import Answer, Progress, TaskInHand
+from wfm_ds.rollout import worker
+from wfm_ds.rollout.rewards import RewardClient
+from wfm_ds.types import MediaBatch
+
+
+class Lanes(worker.Lanes):
+    """Makes the pictures of a chunk, `seconds` each, as a model would take."""
+
+    journal: Path
+
+    def chunk(self, rewards: RewardClient, task: TaskInHand, progress: Progress) -> Answer:
+        ids, seconds = task.rows[0]["members"], task.rows[0]["seconds"]
+        pictures = []
+        for number, sample_id in enumerate(ids, start=1):
+            threading.Event().wait(seconds)
+            pictures.append(samples.picture(sample_id))
+            progress(number, len(ids))
+        samples.note(self.journal, len(ids))
+        prompts, media = [samples.prompt(sample_id) for sample_id in ids], np.stack(pictures)
+        rewards.submit(MediaBatch(media=media, sample_ids=ids, prompts=prompts, metadata=[{}] * len(ids)))
+        scores = rewards.wait()
+        packed = {i: {name: [s.value, s.failure] for name, s in scores[i].items()} for i in ids}
+        return Answer({"scores": packed}, [("pictures", media)])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = worker.parser().parse_intermixed_args(arguments)
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    recipe = recipe_file.load(args.recipe, args.overrides)
+    client = PipeClient(args.connect, run="workers", client=args.name)
+    try:
+        client.attach(worker.ATTACH_S)
+        generator: Any = None  # nothing but `chunk` has a use for it
+        lanes = Lanes(recipe, generator, client, None, client.kinds[worker.KIND], args)
+        lanes.journal = recipe.run.output_dir / "made"
+        return lanes.run(stop)
+    finally:
+        client.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

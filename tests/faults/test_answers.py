@@ -1,0 +1,225 @@
+"""Answers that are lost, late, doubled and unordered, of workers that are processes: each task is done once for its
+submitter, with its own result, and nothing is kept for ever."""
+
+import json
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from faults.processes import PATIENCE_S, go_on, stop, until, wait
+from faults.proxy import FaultyProxy
+from wfm_ds.pipes import client as client_module
+from wfm_ds.pipes.client import PipeClient, TaskRequest
+from wfm_ds.pipes.hub import Hub, Kind
+from wfm_ds.pipes.sockets import private_folder
+
+WORKER = Path(__file__).parent / "lease_worker.py"
+SILENT_S = 4.0  # a worker says something every 2 s
+
+
+@pytest.fixture
+def stack():
+    folder = private_folder()
+    with ExitStack() as stack:
+        stack.callback(folder.rmdir)
+        stack.folder = folder
+        yield stack
+
+
+def a_hub(stack, **options):
+    sockets = {"clients": f"ipc://{stack.folder}/c", "workers": f"ipc://{stack.folder}/w"}
+    hub = Hub(**sockets, kinds={"work": Kind(options.pop("stall_s", PATIENCE_S), {})}, **options)
+    hub.start()
+    stack.callback(lambda: hub.stop(0.0))
+    return hub
+
+
+def a_client(stack, endpoint):
+    client = PipeClient(endpoint, run="run", client="ann")
+    stack.callback(client.close)
+    client.attach(PATIENCE_S)
+    return client
+
+
+def a_worker(stack, endpoint, name, journal, *constants):
+    """A process; at the end it is asked to leave, and killed if it does not."""
+    command = [sys.executable, str(WORKER), endpoint, name, str(journal), *constants]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    return process
+
+
+def left(process):
+    """What it says when it is asked to leave."""
+    said, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0
+    return json.loads(said)
+
+
+def submit(client, numbers, seconds=0.0, of=None):
+    """Tasks that take so long, for one worker or for all."""
+    until_s = time.monotonic() + 10 * PATIENCE_S
+    for i in numbers:
+        row = {"i": i, "seconds": seconds, "of": of}
+        client.submit([row], [], [TaskRequest(f"t/{i}", "work", 0, 1, until_s)])
+
+
+def collect(client, count):
+    outcomes = {}
+    deadline_s = time.monotonic() + PATIENCE_S
+    while len(outcomes) < count:
+        assert time.monotonic() < deadline_s, f"{len(outcomes)} of {count} are done"
+        for outcome in client.take(0.5):
+            assert outcome.id not in outcomes, "every task has one outcome"
+            outcomes[outcome.id] = outcome
+    return outcomes
+
+
+def test_whatever_is_lost_doubled_late_or_overtaken_each_task_is_done_once(stack, tmp_path, monkeypatch):
+    for name, seconds in {"SINCE_S": 0.2, "RESUBMIT_S": 0.2, "REFETCH_S": 0.2}.items():
+        monkeypatch.setattr(client_module, name, seconds)
+    hub = a_hub(stack, stall_s=4.0)  # then what was lost on its way is given to another
+    near_workers = FaultyProxy(f"ipc://{stack.folder}/pw", hub.worker_endpoint, lose={"task": 20})
+    stack.callback(near_workers.close)
+    near_client = FaultyProxy(f"ipc://{stack.folder}/pc", hub.client_endpoint)
+    stack.callback(near_client.close)
+    quick = ["worker.RESEND_S=0.2"]
+    workers = [a_worker(stack, near_workers.endpoint, f"w{i}", tmp_path / "journal", *quick) for i in range(3)]
+    client = a_client(stack, near_client.endpoint)
+    count = 48
+    submit(client, range(count))
+    outcomes = collect(client, count)
+    assert {o.id: (o.ok, o.meta) for o in outcomes.values()} == {f"t/{i}": (True, {"i": i}) for i in range(count)}
+    fetched = client.fetch(outcomes, PATIENCE_S)
+    for i in range(count):
+        (tensor,) = fetched[f"t/{i}"].tensors()
+        assert np.array_equal(tensor, np.full(i + 1, i))
+    client.release(outcomes)
+    until(lambda: hub._spool.held_bytes == 0)
+    assert client.take(0.5) == [], "nothing comes a second time"
+    assert [left(worker) for worker in workers] == [{"unacknowledged": 0}] * 3
+    assert hub.error is None
+    counts = hub.status().result(PATIENCE_S).counts
+    assert counts["submitted"] == count
+    assert counts["duplicate"] > 0
+    faults = near_workers.faults + near_client.faults
+    for what in ("lost", "doubled", "overtook"):
+        for message_type in ("task", "result", "ack", "submit", "accepted", "since", "finished", "fetch", "payload"):
+            assert faults[what, message_type] > 0, (what, message_type)
+
+
+# Workers that nobody watches but the hub
+
+
+def begun(journal):
+    """(worker, task) of those that began, in this order."""
+    lines = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
+    return [(line["worker"], line["id"]) for line in lines if line["what"] == "begin"]
+
+
+def counts(hub):
+    return hub.status().result(PATIENCE_S).counts
+
+
+def test_what_a_killed_worker_had_begun_is_done_by_one_that_comes_late(stack, tmp_path):
+    journal = tmp_path / "journal"
+    hub = a_hub(stack, silent_worker_s=SILENT_S)
+    client = a_client(stack, hub.client_endpoint)
+    submit(client, range(5), seconds=1000.0, of="first")
+    first = a_worker(stack, hub.worker_endpoint, "first", journal)  # late already: the tasks were there before
+    until(lambda: begun(journal))
+    first.kill()
+    first.wait()
+    a_worker(stack, hub.worker_endpoint, "second", journal)
+    assert {o.id: o.meta for o in collect(client, 5).values()} == {f"t/{i}": {"i": i} for i in range(5)}
+    assert sorted(begun(journal)) == [("first", "t/0"), *(("second", f"t/{i}") for i in range(5))]
+    assert hub.workers() == ["second"]
+
+
+def test_a_worker_that_was_stopped_for_too_long_brings_its_late_answer_for_nothing(stack, tmp_path):
+    journal = tmp_path / "journal"
+    hub = a_hub(stack, silent_worker_s=SILENT_S)
+    client = a_client(stack, hub.client_endpoint)
+    submit(client, [0], seconds=0.5, of="stopped")
+    stopped = a_worker(stack, hub.worker_endpoint, "stopped", journal)
+    until(lambda: begun(journal))
+    stop(stopped.pid)
+    a_worker(stack, hub.worker_endpoint, "other", journal)
+    (outcome,) = collect(client, 1).values()
+    assert outcome.meta == {"i": 0}
+    assert begun(journal) == [("stopped", "t/0"), ("other", "t/0")]
+    go_on(stopped.pid)
+    until(lambda: counts(hub).get("duplicate"))
+    assert client.take(0.3) == []
+    submit(client, range(1, 9), seconds=0.2)  # more than one of them takes in this time
+    assert len(collect(client, 8)) == 8
+    assert {worker for worker, _ in begun(journal)[2:]} == {"stopped", "other"}, "it is one of them again"
+
+
+def test_the_late_answer_of_the_only_worker_is_taken_once(stack, tmp_path):
+    journal = tmp_path / "journal"
+    hub = a_hub(stack, silent_worker_s=SILENT_S)
+    client = a_client(stack, hub.client_endpoint)
+    submit(client, [0], seconds=0.5)
+    worker = a_worker(stack, hub.worker_endpoint, "w", journal)
+    until(lambda: begun(journal))
+    stop(worker.pid)
+    until(lambda: hub.workers() == [])
+    go_on(worker.pid)
+    assert [o.meta for o in collect(client, 1).values()] == [{"i": 0}]
+    assert client.take(0.3) == []
+    assert begun(journal) == [("w", "t/0")], "it is not made again"
+    assert left(worker) == {"unacknowledged": 0}
+
+
+def test_a_worker_that_is_asked_to_leave_hands_over_its_task_and_ends(stack, tmp_path):
+    journal = tmp_path / "journal"
+    hub = a_hub(stack)
+    client = a_client(stack, hub.client_endpoint)
+    submit(client, range(3), seconds=1000.0, of="leaving")
+    leaving = a_worker(stack, hub.worker_endpoint, "leaving", journal)
+    until(lambda: begun(journal))
+    leaving.terminate()
+    assert leaving.wait(PATIENCE_S) == 0
+    a_worker(stack, hub.worker_endpoint, "other", journal)
+    assert {o.id: o.ok for o in collect(client, 3).values()} == {f"t/{i}": True for i in range(3)}
+
+
+HUB = """
+import json, sys
+from wfm_ds.pipes import hub
+hub.SILENT_CLIENT_S = 4.0
+folder = sys.argv[1]
+kinds = {"work": hub.Kind(60.0, {})}
+one = hub.Hub(clients=f"ipc://{folder}/c", workers=f"ipc://{folder}/w", kinds=kinds, silent_worker_s=4.0)
+one.start()
+sys.stdin.read()
+print(json.dumps(one.status().result(60).counts))
+one.stop(0.0)
+"""
+
+
+@pytest.mark.slow
+def test_a_hub_that_was_stopped_does_not_take_its_peers_for_silent(stack, tmp_path):
+    """What they said meanwhile is read later than the clock."""
+    hub = subprocess.Popen([sys.executable, "-c", HUB, stack.folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    stack.callback(hub.wait)
+    stack.callback(hub.kill)
+    client = a_client(stack, f"ipc://{stack.folder}/c")
+    journal = tmp_path / "journal"
+    a_worker(stack, f"ipc://{stack.folder}/w", "w", journal)
+    submit(client, [0], seconds=8.0)
+    until(lambda: begun(journal))
+    stop(hub.pid)
+    wait(6.0)
+    go_on(hub.pid)
+    assert [o.ok for o in collect(client, 1).values()] == [True]
+    assert begun(journal) == [("w", "t/0")]
+    said, _ = hub.communicate(timeout=PATIENCE_S)
+    assert json.loads(said) | {"released": 1} == {"submitted": 1, "done": 1, "accepted": 1, "released": 1}

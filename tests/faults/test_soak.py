@@ -1,0 +1,32 @@
+"""Samples through hub and reward service while their processes are killed: what benchmarks.soak does, in small."""
+
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.soak.memory import growths
+
+SAMPLES = 800
+
+
+@pytest.mark.slow
+def test_every_sample_comes_once_and_is_right_whoever_is_killed(root):
+    words = ["--samples", str(SAMPLES), "--kill-every", "2", "--seconds", "0.05", "--seed", "3"]
+    done = subprocess.run([sys.executable, "-m", "benchmarks.soak", *words], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-10_000:]
+    cells = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()]
+    figures = {line[0]: line[1] for line in cells if len(line) == 2}
+    assert figures["samples, each once and right"] == str(SAMPLES)
+    assert int(figures["blows"]) >= 3
+    assert any(name.endswith(" to a reward service") for name in figures)
+    for role, at_first in (("reward service", 1), ("reward worker", 4), ("rollout worker", 3)):
+        assert int(figures[f"{role}s started"]) >= at_first
+
+
+def test_what_grows_is_named():
+    flat = {"process": "hub", "MiB, first third": 50.0, "MiB, last third": 54.0}
+    flat |= {"descriptors, first third": 30, "descriptors, last third": 38}
+    assert growths([flat]) == []
+    leaky = [flat | {"MiB, last third": 54.5}, flat | {"process": "client", "descriptors, last third": 39}]
+    assert growths(leaky) == ["hub grew by 4.5 MiB; 4 are allowed", "client has 9 more descriptors; 8 are allowed"]

@@ -1,0 +1,99 @@
+"""When a process that died is started again, and when its supervisor gives up: real processes and signals."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from wfm_ds import recipe_file
+from wfm_ds.pipes.client import PipeClient, TaskRequest
+from wfm_ds.recipe import RewardRecipe
+from wfm_ds.rollout import service
+from wfm_ds.rollout.rewards import RewardClient, RewardService
+from wfm_ds.rollout.worker import KIND
+from wfm_ds.types import MediaBatch
+
+TESTS = Path(__file__).parent.parent
+TINY = TESTS.parent / "recipes" / "tiny" / "sd3_nft_async.yaml"
+PATIENCE_S = 60
+# A worker of one lane that does nothing, well.
+WORKER = """
+import signal, sys
+from wfm_ds.pipes.worker import LeaseWorker
+worker = LeaseWorker(sys.argv[1], worker=f"{sys.argv[2]}/0", name="", kinds=[sys.argv[3]], parent_fd=0)
+signal.signal(signal.SIGTERM, lambda *_: worker.stop())
+worker.run(lambda task, progress: {})
+"""
+
+
+class Rollouts(service.RolloutService):
+    def command(self, name, device):
+        return [sys.executable, "-c", WORKER, self.hub.worker_endpoint, name, KIND]
+
+
+@pytest.fixture
+def rollouts(tmp_path):
+    words = [f"run.output_dir={tmp_path}", "rollout.spawn=1", "rollout.devices=[cpu]"]
+    one = Rollouts(recipe_file.load(TINY, words), {}, "", num_ranks=1)
+    yield one
+    one.stop()
+
+
+def until(condition):
+    """What it returned, once that is true. Fails after PATIENCE_S."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    tick = threading.Event()
+    while not (value := condition()):
+        assert time.monotonic() < deadline_s, "it did not happen"
+        tick.wait(0.02)
+    return value
+
+
+def hit(rollouts, life, number=signal.SIGKILL):
+    """Signal that life of the child, once it has said hello."""
+    until(lambda: f"spawned-0.{life}/0" in rollouts.hub.workers())
+    os.kill(rollouts.children[0].pid, number)
+
+
+def test_a_rollout_worker_is_given_up_for_deaths_in_which_nothing_was_done(rollouts, monkeypatch):
+    monkeypatch.setattr(service, "MAX_DEATHS", 2)
+    child, client = rollouts.children[0], PipeClient(rollouts.endpoint, run="run", client="rank0")
+    for life in (1, 2, 3):
+        client.submit([{}], [], [TaskRequest(f"task {life}", KIND, 0, 1, deadline_s=1e12)])
+        assert [outcome.ok for outcome in client.take(PATIENCE_S)] == [True]
+        hit(rollouts, life)
+    client.close()
+    assert child.failure == ""
+    hit(rollouts, 4)
+    assert "spawned-0 keeps dying, last with status -9" in until(lambda: child.failure)
+    assert rollouts.alone() == child.failure
+
+
+def test_a_rollout_worker_that_was_asked_to_leave_is_replaced_until_there_is_no_more_work(rollouts):
+    hit(rollouts, 1, signal.SIGTERM)
+    until(lambda: "spawned-0.2/0" in rollouts.hub.workers())
+    rollouts.hub.dismiss_workers("the run is complete")
+    until(lambda: not rollouts.hub.workers())
+    rollouts.children[0]._watcher.join(PATIENCE_S)
+    assert rollouts.children[0].life == "spawned-0.2"
+    assert rollouts.failures() == []
+
+
+def test_a_reward_whose_workers_die_now_and_then_is_not_down(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(TESTS / "reward"), prepend=os.pathsep)
+    moody = {"name": "probe_rewards:Moody", "workers": 2, "max_batch": 1}
+    recipe = RewardRecipe(functions=[moody | {"options": {"journal": str(tmp_path / "journal")}}])
+    with RewardService(recipe, tmp_path) as rewards:
+        client = RewardClient(rewards.endpoint, recipe, "run", "rank0")
+        for number in range(7):  # more than the deaths that speak against a reward
+            (tmp_path / "journal.died").unlink(missing_ok=True)
+            media = np.zeros((1, 4, 4, 3), np.uint8)
+            client.submit(MediaBatch(media=media, sample_ids=[f"s{number}"], prompts=["die once"], metadata=[{}]))
+            assert client.wait()[f"s{number}"][moody["name"]].failure is None
+        client.close()
+    assert (tmp_path / "reward_service.log").read_text().count("next start in") == 7

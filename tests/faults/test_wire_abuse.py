@@ -1,0 +1,361 @@
+"""Bytes that are no messages, and peers that may not speak, at the ports of a real reward service: they are dropped,
+nothing is allocated for them, and others are served all the while."""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import struct
+import threading
+import zlib
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import psutil
+import pytest
+import zmq
+from prometheus_client.parser import text_string_to_metric_families
+
+from faults.processes import GIB, PATIENCE_S, modest, until
+from reward_http import TOKEN, Http, enqueue_body, serving
+from wfm_ds.errors import RewardError
+from wfm_ds.pipes.keys import new
+from wfm_ds.pipes.wire import FRAME_BYTES, HEADER_BYTES, MAX_FRAMES, PROTOCOL, encode
+from wfm_ds.recipe import RewardRecipe
+from wfm_ds.rollout.rewards import RewardClient
+from wfm_ds.types import MediaBatch
+
+PROBES = Path(__file__).parent.parent / "reward"
+BRIGHTNESS = "probe_rewards:Brightness"
+# A peer's part of the ZMTP 3.0 handshake without security: signature, version, mechanism; then READY.
+GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+COMMAND, LONG, MORE = 4, 2, 1  # flags of a frame
+ATTACH = encode("attach", 1, {"run": "abuse", "client": "stranger", "epoch": 1})
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    """Its process, and what it said. Without keys, as on one machine."""
+    folder = tmp_path_factory.mktemp("abuse")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)
+        patch.setenv("WFM_REWARD_TOKEN", TOKEN)
+        config = {
+            "pipes": {"clients": "tcp://127.0.0.1:0"},
+            "http": {"bind": "127.0.0.1:0"},
+            "rewards": {BRIGHTNESS: {"max_batch": 1}},
+        }
+        with serving(folder, config) as served:
+            yield served
+
+
+def address(service):
+    return json.loads(Path(service[1]["pipes"]).read_text())["clients"]
+
+
+def connect(service):
+    """A TCP connection to where clients are served."""
+    return socket.create_connection(("127.0.0.1", int(address(service).rpartition(":")[2])), timeout=PATIENCE_S)
+
+
+class Bystander:
+    """Has pictures scored all the time, one after the other; `rounds` counts those that got their own score."""
+
+    def __init__(self, service, **recipe):
+        self.recipe = RewardRecipe(
+            functions=[{"name": BRIGHTNESS}], spawn=False, endpoint=service[1]["pipes"], timeout_s=PATIENCE_S, **recipe
+        )
+        self.client = RewardClient(self.recipe.endpoint, self.recipe, "run", "bystander")
+        self.rounds, self.wrong, self.stopping = 0, [], threading.Event()
+        self.thread = threading.Thread(target=self.score, daemon=True)
+
+    def __enter__(self):
+        self.thread.start()
+        until(lambda: self.rounds)
+        return self
+
+    def __exit__(self, *_):
+        before = self.rounds
+        try:
+            until(lambda: self.rounds > before + 1 or self.wrong)  # it is served afterwards, too
+        finally:
+            self.stopping.set()
+            self.thread.join(PATIENCE_S)
+            self.client.close()
+        assert self.wrong == []
+
+    def score(self):
+        draw = np.random.default_rng(0)
+        while not self.stopping.is_set():
+            media = draw.integers(0, 256, (1, 8, 8, 3), dtype=np.uint8)
+            self.client.submit(MediaBatch(media=media, sample_ids=["s"], prompts=[""], metadata=[{}]))
+            score = self.client.wait()["s"][BRIGHTNESS]
+            if score.value != pytest.approx(media.mean() / 255):
+                self.wrong.append(score)
+            self.rounds += 1
+
+
+def metric(service, name):
+    families = text_string_to_metric_families(Http(service[1]["http"]).get("/metrics")[1].decode())
+    return next(f.samples[0].value for f in families if f.name == name)
+
+
+def header(fields, checksum=True):
+    packed = fields if isinstance(fields, bytes) else msgpack.packb(fields)
+    return struct.pack("<I", zlib.crc32(packed) if checksum else 1) + packed
+
+
+def submission(tensors):
+    task = {"id": "t", "kind": f"score:{BRIGHTNESS}", "start": 0, "stop": len(tensors), "deadline_s": 60.0}
+    rows = [{"id": "s", "prompt": "", "metadata": {}, "fps": None}] * len(tensors)
+    return header({"v": PROTOCOL, "t": "submit", "mid": 1, "rows": rows, "tasks": [task], "tensors": tensors})
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+PICTURE = ["media", "uint8", [4, 4, 3], 48, zlib.crc32(bytes(48))]
+BAD_MESSAGES = {
+    "random bytes": [os.urandom(300)],
+    "nothing": [b""],
+    "many frames of nothing": [b""] * 300,
+    "no msgpack": [header(b"\xc1\xc1\xc1")],
+    "a wrong checksum": [header({"v": PROTOCOL, "t": "since", "mid": 1, "seq": 0}, checksum=False)],
+    "half a header": [ATTACH[: len(ATTACH) // 2]],
+    "a header that is too large": [header({"v": PROTOCOL, "t": "x" * HEADER_BYTES, "mid": 1})],
+    "more bytes behind it": [header(msgpack.packb({"v": PROTOCOL}) + b"\x00")],
+    "an extension type": [header(b"\x81\xa1v\xc7\x00\x01")],
+    "a deep nest": [header({"v": PROTOCOL, "t": "since", "mid": 1, "seq": nested(500)})],
+    "a number that is none": [header({"v": PROTOCOL, "t": "since", "mid": 1, "seq": float("nan")})],
+    "an unknown type": [header({"v": PROTOCOL, "t": "eval", "mid": 1, "code": "1"})],
+    "a worker's message": [encode("beat", 1, {"progress": []})],
+    "another protocol": [header({"v": 99, "t": "since", "mid": 1, "seq": 0})],
+    "an array that claims ten gigabytes": [submission([["media", "uint8", [10, GIB], 10 * GIB, 0]])],
+    "a list that claims four billion items": [header(b"\x81\xa4rows\xdd\xff\xff\xff\xff")],
+    "a text that claims four gigabytes": [header(b"\x81\xa1t\xdb\xff\xff\xff\xff")],
+    "a gigabyte that is not there": [submission([["media", "uint8", [1, 2**29], 2**29, 0]] * 2)],
+    "an array that is cut off": [submission([PICTURE]), bytes(47)],
+    "an array that is too long": [submission([PICTURE]), bytes(49)],
+    "too many frames": [submission([PICTURE]), *[b"x"] * (MAX_FRAMES + 1)],
+    "a negative dimension": [submission([["media", "uint8", [-4, 4, 3], 48, 0]])],
+    "sizes that overflow": [submission([["media", "uint8", [2**31 - 1] * 8, 48, 0]])],
+    "objects": [submission([["media", "object", [1], 8, 0]]), bytes(8)],
+}
+
+
+def test_bad_messages_are_counted_and_dropped(service):
+    rejected = metric(service, "wfm_pipes_rejected")
+    context = zmq.Context()
+    with closing(context.socket(zmq.DEALER)) as stranger, Bystander(service), modest(service[0]):
+        stranger.set(zmq.LINGER, 0)
+        stranger.connect(address(service))
+        stranger.send(ATTACH)
+        assert stranger.poll(PATIENCE_S * 1000)
+        assert b"attached" in stranger.recv()
+        for name, frames in BAD_MESSAGES.items():
+            stranger.send_multipart(frames)
+            assert stranger.poll(PATIENCE_S * 1000), name
+            assert b"reject" in stranger.recv(), name
+    context.term()
+    assert metric(service, "wfm_pipes_rejected") - rejected == len(BAD_MESSAGES)
+    assert metric(service, "wfm_pipes_held_bytes") == 0
+
+
+def test_a_frame_that_is_too_large_costs_its_sender_the_connection(service):
+    context = zmq.Context()
+    with closing(context.socket(zmq.DEALER)) as stranger, Bystander(service), modest(service[0]):
+        stranger.set(zmq.LINGER, 0)
+        monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        stranger.connect(address(service))
+        stranger.send_multipart([ATTACH, bytes(FRAME_BYTES + HEADER_BYTES + 1)])
+        assert monitor.poll(PATIENCE_S * 1000)
+        stranger.disable_monitor()
+        monitor.close()
+    context.term()
+
+
+def frame(body, flags=0):
+    return bytes([flags, len(body)]) + body
+
+
+def greeted(service):
+    """A bare connection that may send messages."""
+    connection = connect(service)
+    connection.sendall(GREETING + frame(READY, COMMAND))
+    read_until(connection, b"READY")
+    return connection
+
+
+def attached(service):
+    """A bare connection whose client the service knows."""
+    connection = greeted(service)
+    connection.sendall(frame(ATTACH))
+    read_until(connection, b"attached")
+    return connection
+
+
+def read_until(connection, word):
+    received = b""
+    while word not in received:
+        more = connection.recv(4096)
+        assert more, received
+        received += more
+
+
+def is_cut_off(connection):
+    with contextlib.suppress(ConnectionResetError):
+        while connection.recv(65536):
+            pass
+    return True
+
+
+@pytest.mark.parametrize("size", [10 * GIB, 2**63 - 1, 2**64 - 1])
+def test_a_frame_that_claims_ten_gigabytes_allocates_nothing(service, size):
+    with Bystander(service), modest(service[0]):
+        for flags in (LONG, LONG | MORE, LONG | COMMAND):
+            with attached(service) as connection:
+                connection.sendall(struct.pack(">BQ", flags, size) + b"x")
+                assert is_cut_off(connection)
+
+
+def test_frames_that_are_never_finished_hold_little(service):
+    process = psutil.Process(service[0].pid)
+    with Bystander(service), modest(service[0]):
+        before = process.num_fds()
+        with ExitStack() as stack:
+            for claimed in (1, FRAME_BYTES):
+                for _ in range(20):
+                    connection = stack.enter_context(attached(service))
+                    connection.sendall(frame(ATTACH, MORE) + struct.pack(">BQ", LONG, claimed))
+            assert process.num_fds() >= before + 40
+        until(lambda: process.num_fds() <= before + 2)
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        bytes(5000),
+        b"\xff" * 5000,
+        GREETING[:20],
+        GREETING,
+        GREETING + frame(READY, COMMAND)[:-3],
+        GREETING + frame(b"\x05READY\x0bSocket-Type\xff\xff\xff\xffDEALER", COMMAND),
+        GREETING + frame(READY, COMMAND) + frame(ATTACH),
+        GREETING.replace(b"NULL\0", b"PLAIN"),
+        GREETING.replace(b"NULL\0", b"CURVE"),
+    ],
+    ids=["http", "tls", "zeros", "ones", "half a greeting", "greeting", "half a READY", "READY that lies",
+         "no patience", "PLAIN", "CURVE"],
+)  # fmt: skip
+def test_junk_on_the_port_of_clients_disturbs_nobody(service, junk):
+    with Bystander(service), modest(service[0]):
+        for _ in range(5):
+            with connect(service) as connection:
+                send_and_close(connection, junk)
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        frame(b"\x04PING", COMMAND),
+        frame(b"\x05OTHER" + bytes(50), COMMAND),
+        frame(b"", COMMAND),
+        frame(ATTACH)[:-1],
+        frame(ATTACH, MORE),
+        bytes([0xF8]) + bytes(200),
+        b"\xff" * 5000,
+    ],
+    ids=["short PING", "unknown command", "empty command", "half a frame", "half a message", "odd flags", "ones"],
+)
+def test_junk_behind_a_handshake_disturbs_nobody(service, junk):
+    with Bystander(service), modest(service[0]):
+        for _ in range(5):
+            with greeted(service) as connection:
+                send_and_close(connection, junk)
+
+
+def send_and_close(connection, junk):
+    with contextlib.suppress(OSError):  # it may be cut off at once
+        connection.sendall(junk)
+        connection.shutdown(socket.SHUT_WR)
+    assert is_cut_off(connection)
+
+
+def test_silent_connections_are_closed_and_their_descriptors_come_back(service):
+    process = psutil.Process(service[0].pid)
+    with Bystander(service) as bystander, modest(service[0]), ExitStack() as stack:
+        before = process.num_fds()
+        silent = [stack.enter_context(connect(service)) for _ in range(300)]
+        rounds = bystander.rounds
+        until(lambda: bystander.rounds > rounds + 3)
+        assert all(is_cut_off(connection) for connection in silent), "by the service, not by us"
+        until(lambda: process.num_fds() <= before + 2)
+
+
+# Who may not speak
+
+
+@pytest.fixture
+def guarded(tmp_path, monkeypatch):
+    """A service with keys and a token that knows ann and bob, not eve; bob takes it for another one."""
+    monkeypatch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)
+    monkeypatch.setenv("WFM_REWARD_TOKEN", TOKEN)
+    for hub in ("hub", "other"):
+        new(tmp_path / hub, "hub")
+    for name, hub in (("ann", "hub"), ("bob", "other"), ("eve", "hub")):
+        new(tmp_path / name, name)
+        shutil.copy(tmp_path / hub / "public" / "hub.key", tmp_path / name / "public")
+    for name in ("ann", "bob"):
+        shutil.copy(tmp_path / name / "public" / f"{name}.key", tmp_path / "hub" / "public")
+    config = {
+        "pipes": {"clients": "tcp://127.0.0.1:0", "keys": "hub"},
+        "http": {"bind": "127.0.0.1:0"},
+        "rewards": {BRIGHTNESS: {"max_batch": 1}},
+    }
+    with serving(tmp_path, config) as served:
+        yield served
+
+
+def test_wrong_keys_no_keys_and_wrong_tokens_are_sentences_and_nothing_is_delivered(guarded, tmp_path):
+    says = {
+        "eve": "the hub does not know the key eve: copy public/eve.key to its folder of keys",
+        "bob": "the hub has another key than public/hub.key here, or uses none",
+        None: "the hub wants keys, or this is no hub",
+    }
+    with Bystander(guarded, keys=str(tmp_path / "ann")), modest(guarded[0]):
+        for name, sentence in says.items():
+            keys = None if name is None else str(tmp_path / name)
+            recipe = RewardRecipe(
+                functions=[{"name": BRIGHTNESS}],
+                spawn=False,
+                endpoint=guarded[1]["pipes"],
+                keys=keys,
+                start_timeout_s=1,
+            )
+            until(lambda recipe=recipe, sentence=sentence: sentence in refusal(recipe))
+        with connect(guarded) as connection, contextlib.suppress(ConnectionError):  # past our own client
+            connection.sendall(GREETING + frame(READY, COMMAND) + frame(ATTACH))
+            assert is_cut_off(connection)
+        for token in (None, "", "wrong", TOKEN[:-1]):
+            body = enqueue_body({"prompts": [""], "reward_fn": {BRIGHTNESS: 1}}, np.zeros((1, 4, 4, 3), np.uint8))
+            status, content, _ = Http(guarded[1]["http"], token).post("/api/reward/enqueue", body)
+            assert (status, content["error"]["code"]) == (401, "unauthorized")
+        assert metric(guarded, "wfm_pipes_rejected") == 0, "not a message of theirs arrived"
+        page = Http(guarded[1]["http"]).get("/")[1].decode()
+        assert ("run/bystander" in page, "stranger" in page) == (True, False)
+
+
+def refusal(recipe):
+    with pytest.raises(RewardError) as error:
+        RewardClient(recipe.endpoint, recipe, "run", "stranger")
+    return str(error.value)
