@@ -205,6 +205,24 @@ def test_workers_with_a_key_of_their_own_work_and_others_are_told_why_not(stack,
     until(lambda: hub.workers() == ["ann", "unlisted"])
 
 
+def test_a_name_belongs_to_the_key_that_took_it_first(stack, folders, tmp_path, caplog):
+    """A machine that may join can neither take another's tasks nor speak for another client."""
+    hub_folder, ann = folders
+    hub = a_hub_for_machines(stack, hub_folder)
+    new(tmp_path / "eve", "eve")
+    exchange(hub_folder, tmp_path / "eve", "eve")
+    client = a_client(stack, hub, client_keys(hub_folder))
+    client.attach(DEADLINE_S)
+    a_worker(stack, hub, client_keys(ann), "w")
+    until(lambda: hub.workers() == ["w"])
+    says(a_client(stack, hub, client_keys(tmp_path / "eve")), "a client with another key is called run/ann")
+    a_worker(stack, hub, client_keys(tmp_path / "eve"), "w")
+    until(lambda: "a worker with another key is called w" in caplog.text)
+    assert a_sum(client) == [30_000_000]
+    assert hub.status().result(DEADLINE_S).counts.get("requeued", 0) == 0
+    a_client(stack, hub, client_keys(hub_folder)).attach(DEADLINE_S)  # another life of the first
+
+
 def until(condition):
     deadline_s = time.monotonic() + DEADLINE_S
     tick = threading.Event()

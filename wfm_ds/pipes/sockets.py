@@ -170,6 +170,14 @@ class Router:
             self._lock_file.close()
 
 
+def key_of(frame: zmq.Frame) -> str:
+    """The public key with which the sender of a received frame was let in; "" at a socket without keys."""
+    try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError:
+        return ""
+
+
 class Dealer:
     """A peer's end: one hub, which may come later, go, and come back."""
 

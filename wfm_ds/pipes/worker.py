@@ -302,7 +302,8 @@ class LeaseWorker:
                 self._give_up(task_id, self._queued[task_id], f"cancelled: {fields['why']}")
         elif message.type == "stalled":
             self._stalled(fields["id"], fields["attempt"])
-        else:
+        elif fields["why"] != self._trouble:  # a hello is repeated
+            self._trouble = fields["why"]
             log.warning("the hub rejected a message: %s", fields["why"])
 
     def _stalled(self, task_id: str, attempt: int) -> None:
