@@ -118,8 +118,9 @@ class Model(RuleBasedStateMachine):
 
     @rule(worker=workers, task_id=task_ids, attempt=st.integers(1, 3), fatal=st.booleans())
     def failed(self, worker, task_id, attempt, fatal):
-        self.ledger.failed(worker, task_id, attempt, "for good" if fatal else "no", fatal)
-        self.spent((worker, task_id))
+        reason = "for good" if fatal else "no"
+        if self.ledger.failed(worker, task_id, attempt, reason, fatal) is Verdict.ACCEPTED:  # of its present lease
+            self.spent((worker, task_id))
 
     @rule(worker=workers)
     def worker_lost(self, worker):
@@ -143,7 +144,7 @@ class Model(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.5, 6.0, 11.0, 70.0]))
     def expire(self, seconds):
         self.now_s += seconds
-        self.spent(*self.ledger.expire(self.now_s))
+        self.spent(*((worker, task_id) for worker, task_id, _ in self.ledger.expire(self.now_s)))
 
     @rule(owner=st.sampled_from(OWNERS), ids=st.sets(task_ids, max_size=3))
     def cancel(self, owner, ids):
