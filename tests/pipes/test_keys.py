@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -109,6 +110,22 @@ def test_the_hubs_own_process_is_let_in(stack, folders):
     stack.callback(lambda: hub.stop(0.0))
     a_client(stack, hub, secrets.insider).attach(DEADLINE_S)
     a_client(stack, hub, client_keys(folders[0])).attach(DEADLINE_S)
+
+
+def test_an_ipv6_address_is_an_address(stack, folders):
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+    here = "tcp://[::1]:0"
+    hub = Hub(clients=here, workers=here, kinds={"sum": Kind(60.0, {})}, keys=hub_keys(folders[0]), worker_keys=True)
+    hub.start()
+    stack.callback(lambda: hub.stop(0.0))
+    a_worker(stack, hub, client_keys(folders[1]))
+    client = a_client(stack, hub, client_keys(folders[1]))
+    client.attach(DEADLINE_S)
+    assert a_sum(client) == [30_000_000]
 
 
 def test_a_refusal_is_not_waited_for(stack, folders, tmp_path):
