@@ -85,3 +85,14 @@ def test_a_task_that_ends_its_worker_is_given_up_although_nobody_watches_the_pro
     a_worker(stack, hub, lambda task, progress: {}, "w")  # each is another life of the same worker
     (outcome,) = client.take(DEADLINE_S)
     assert (outcome.ok, outcome.reason) == (False, f"its worker died ({MAX_ATTEMPTS} attempts)")
+
+
+def test_a_task_that_does_not_fit_a_message_together_with_the_note_fails_alone(stack, hub, client):
+    hub.announce({"files": "x" * 40000}, {})
+    client.submit([{"prompt": "y" * 40000}], [], [TaskRequest("long", KIND, 0, 1, client.now_s() + 600)])
+    a_worker(stack, hub, lambda task, progress: {}, "w")
+    ends = {}
+    while len(ends) < 2 and (outcomes := client.take(DEADLINE_S)):
+        ends |= {outcome.id: outcome.reason for outcome in outcomes}
+    assert ends["t"] == ""
+    assert ends["long"].startswith("cannot be sent: task: a header of ")

@@ -400,7 +400,12 @@ class Hub:
         work: _Work = grant.task.payload
         fields = {"id": grant.task.id, "attempt": grant.attempt, "kind": grant.task.kind, "rows": work.rows}
         fields["note"] = dict(self._note)
-        header = wire.encode("task", next(self._mids), fields, work.specs)
+        try:
+            header = wire.encode("task", next(self._mids), fields, work.specs)
+        except WireError as error:  # rows that fitted their submission, but not together with the note
+            why = f"cannot be sent: {error}"[:REASON_CHARS]
+            self._ledger.failed(grant.worker, grant.task.id, grant.attempt, why, fatal=True)
+            return
         self._connected[grant.worker].outbox.append(_Letter(grant.task.id, header, work.frames))
 
     def _flush(self, worker: str) -> None:

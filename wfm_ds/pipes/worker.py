@@ -128,7 +128,7 @@ class LeaseWorker:
         self._queued: dict[str, int] = {}  # the attempts that are held: arrived, not reported yet
         self._next: TaskInHand | None = None  # arrived, but too large for the batch that was being gathered
         self._running: frozenset[str] = frozenset()
-        self._marks: list[tuple[str, int, int, int]] = []  # id, attempt, done, total of the running tasks
+        self._marks: list[tuple[TaskInHand, int, int]] = []  # (task, done, total) of those that run
         self._mids = itertools.count(1)
         self._hub = ""
         self._trouble = ""  # why the hub does not want this worker, as logged last
@@ -177,8 +177,8 @@ class LeaseWorker:
                 if batch:
                     self._tasks.put(None)  # for the next call
                 return batch
-            if task.id not in self._queued:
-                continue  # cancelled meanwhile
+            if self._queued.get(task.id) != task.attempt:
+                continue  # cancelled meanwhile, or sent again
             if batch and rows + len(task.rows) > max_rows:
                 self._next = task
                 break
@@ -194,16 +194,21 @@ class LeaseWorker:
         try:
             answers = handle(batch, lambda done, total: self._progress(batch, done, total))
             seconds = (time.monotonic() - started) / max(1, sum(len(task.rows) for task in batch))
-            reports = [_report(t, answer, seconds * len(t.rows)) for t, answer in zip(batch, answers, strict=True)]
+            answered = list(zip(batch, answers, strict=True))
+            reports = [_report(t.id, self._attempt(t), answer, seconds * len(t.rows)) for t, answer in answered]
         except Exception as error:  # noqa: BLE001  (the border of the worker's loop: it becomes a named failure)
-            reports = [_report(task, error, 0.0) for task in batch]
+            reports = [_report(task.id, self._attempt(task), error, 0.0) for task in batch]
         self._running, self._marks = frozenset(), []
         for report in reports:
             self._news.put(report)
 
     def _progress(self, batch: Sequence[TaskInHand], done: int, total: int) -> None:
-        self._marks = [(task.id, task.attempt, done, total) for task in batch]
+        self._marks = [(task, done, total) for task in batch]
         self._news.put(None)
+
+    def _attempt(self, task: TaskInHand) -> int:
+        """The lease under which the hub knows it: a later one than it came with, if it was leased here again."""
+        return self._queued.get(task.id, task.attempt)
 
     # The talking thread
 
@@ -230,7 +235,8 @@ class LeaseWorker:
                     self._send(dealer, "hello", {**self._hello, "held": held})
                 if self._hub and (new_mark or now_s - beat_at_s > self._beat_s):
                     beat_at_s = now_s
-                    self._send(dealer, "beat", {"progress": self._marks})
+                    progress = [(task.id, self._attempt(task), done, total) for task, done, total in self._marks]
+                    self._send(dealer, "beat", {"progress": progress})
                 self._send_reports(dealer, now_s)
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -287,12 +293,7 @@ class LeaseWorker:
         elif message.type == "who":
             self._hub = ""
         elif message.type == "task":
-            told = self._reports.get(fields["id"])
-            if told is not None and told.type == "failed" and told.fields["attempt"] < fields["attempt"]:
-                del self._reports[fields["id"]]  # the hub has heard of it: this is another try
-            if fields["id"] not in self._queued and fields["id"] not in self._reports:
-                self._queued[fields["id"]] = fields["attempt"]
-                self._tasks.put(TaskInHand(fields["id"], fields["attempt"], fields["kind"], fields["rows"], message))
+            self._take(TaskInHand(fields["id"], fields["attempt"], fields["kind"], fields["rows"], message))
         elif message.type == "ack":
             for task_id in fields["ids"]:
                 self._reports.pop(task_id, None)
@@ -309,6 +310,17 @@ class LeaseWorker:
             if fields["why"] != self._trouble:
                 log.warning("the hub rejected a message: %s", fields["why"])
             self._trouble = fields["why"]
+
+    def _take(self, task: TaskInHand) -> None:
+        """Keep a task to do it, unless it is in hand: then the hub had lost this worker, and leases the same again."""
+        told, held = self._reports.get(task.id), self._queued.get(task.id)
+        if told is not None and told.type == "failed" and told.fields["attempt"] < task.attempt:
+            del self._reports[task.id]  # the hub has heard of it: this is another try
+        elif told is not None:
+            return  # the hub is about to hear of it
+        self._queued[task.id] = task.attempt  # the hub listens to no earlier one
+        if held != task.attempt and task.id not in self._running:
+            self._tasks.put(task)
 
     def _stalled(self, task_id: str, attempt: int) -> None:
         if task_id in self._reports or self._queued.get(task_id, attempt) != attempt:
@@ -348,9 +360,9 @@ class LeaseWorker:
         return True
 
 
-def _report(task: TaskInHand, answer: Mapping[str, Any] | Answer | Exception, seconds: float) -> _Report:
+def _report(task_id: str, attempt: int, answer: Mapping[str, Any] | Answer | Exception, seconds: float) -> _Report:
     """What the hub hears of a task. Never raises: a result that cannot travel is a failure."""
-    about = {"id": task.id, "attempt": task.attempt}
+    about = {"id": task_id, "attempt": attempt}
     if not isinstance(answer, Exception):
         try:
             meta, tensors = (answer.meta, answer.tensors) if isinstance(answer, Answer) else (answer, ())
