@@ -129,11 +129,13 @@ def test_flow_grpo_with_workers_is_flow_grpo_without(name, train, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "changes"), [("sd3_nft", [OLD]), ("sd3_mix_grpo", GRPO)])
-def test_ranks_that_share_tokens_may_have_workers(name, changes, train, tmp_path):
+def test_ranks_that_share_tokens_may_have_workers_also_with_keys(name, changes, train, tmp_path):
     shared = "engine.sequence_parallel=2"
+    new(tmp_path / "keys", "hub")
+    keys = ["rollout.bind=tcp://127.0.0.1:0", f"rollout.keys={tmp_path / 'keys'}"]
     train("colocated", name, *changes)
     train("colocated shared", name, *changes, shared, ranks=2)
-    train("async", name, *changes, *ON_POLICY, shared, ranks=2)
+    train("async", name, *changes, *ON_POLICY, *keys, shared, ranks=2)
     assert_same_runs(tmp_path / "colocated", tmp_path / "async")
     assert_same_runs(tmp_path / "colocated shared", tmp_path / "async")
 

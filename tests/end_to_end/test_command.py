@@ -217,6 +217,7 @@ def test_misspelt_key_is_one_message_and_exit_code_2_from_all_ranks(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_model_that_is_missing_is_one_message_and_exit_code_2_from_all_ranks(tmp_path):
     process = run(
         "--num_gpus", "2", "-m", "wfm_ds.train", RECIPE, "model.path=/nowhere", f"run.output_dir={tmp_path / 'out'}"

@@ -194,10 +194,9 @@ def test_a_worker_that_is_asked_to_leave_hands_over_its_task_and_ends(stack, tmp
 HUB = """
 import json, sys
 from wfm_ds.pipes import hub
-hub.SILENT_CLIENT_S = 4.0
 folder = sys.argv[1]
 kinds = {"work": hub.Kind(60.0, {})}
-one = hub.Hub(clients=f"ipc://{folder}/c", workers=f"ipc://{folder}/w", kinds=kinds, silent_worker_s=4.0)
+one = hub.Hub(clients=f"ipc://{folder}/c", workers=f"ipc://{folder}/w", kinds=kinds, silent_worker_s=float(sys.argv[2]))
 one.start()
 sys.stdin.read()
 print(json.dumps(one.status().result(60).counts))
@@ -206,19 +205,23 @@ one.stop(0.0)
 
 
 @pytest.mark.slow
-def test_a_hub_that_was_stopped_does_not_take_its_peers_for_silent(stack, tmp_path):
-    """What they said meanwhile is read later than the clock."""
-    hub = subprocess.Popen([sys.executable, "-c", HUB, stack.folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+def test_a_hub_that_was_suspended_with_its_workers_does_not_take_them_for_silent(stack, tmp_path):
+    """It is awake first, and has not heard of them for longer than it would wait."""
+    hub = subprocess.Popen(
+        [sys.executable, "-c", HUB, stack.folder, str(SILENT_S)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     stack.callback(hub.wait)
     stack.callback(hub.kill)
     client = a_client(stack, f"ipc://{stack.folder}/c")
     journal = tmp_path / "journal"
-    a_worker(stack, f"ipc://{stack.folder}/w", "w", journal)
-    submit(client, [0], seconds=8.0)
+    worker = a_worker(stack, f"ipc://{stack.folder}/w", "w", journal)
+    submit(client, [0], seconds=1.0)
     until(lambda: begun(journal))
-    stop(hub.pid)
-    wait(6.0)
+    stop(hub.pid, worker.pid)
+    wait(SILENT_S + 2.0)
     go_on(hub.pid)
+    wait(0.5)
+    go_on(worker.pid)
     assert [o.ok for o in collect(client, 1).values()] == [True]
     assert begun(journal) == [("w", "t/0")]
     said, _ = hub.communicate(timeout=PATIENCE_S)

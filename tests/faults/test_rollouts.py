@@ -49,6 +49,8 @@ def test_workers_that_die_hang_come_late_and_leave_change_nothing(stack, tmp_pat
     assert leaving.wait(PATIENCE_S) == 0
     assert trainer.wait(PATIENCE_S) == 0, (tmp_path / "async.log").read_text()
     assert stopped.wait(PATIENCE_S) == 0
+    said = (tmp_path / "async" / "logs" / "rank_0.log").read_text()
+    assert "worker leaving/" not in said, "it said goodbye: nobody waited until it was silent"
     assert undisturbed.wait(PATIENCE_S) == 0
     assert_same_runs(tmp_path / "colocated", tmp_path / "async")
 

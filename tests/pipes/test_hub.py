@@ -376,6 +376,19 @@ def test_a_newer_client_of_the_same_name_replaces_the_older(stack, folder):
     assert older.take(0.3) == []
 
 
+def test_an_older_client_does_not_take_back_its_name(stack, folder):
+    hub = a_hub(stack, folder)
+    peers = {}
+    for epoch in (1, 2):
+        peers[epoch] = RawPeer(stack, hub.client_endpoint)
+        peers[epoch].say("attach", run="run", client="ann", epoch=epoch)
+        assert peers[epoch].hear("attached")
+    peers[1].say("attach", run="run", client="ann", epoch=1)
+    assert peers[1].hear("reject").fields["why"] == "a newer client run/ann is attached"
+    peers[2].say("since", seq=0)
+    assert peers[2].hear("finished"), "it is still the one"
+
+
 def test_rubbish_disturbs_nobody(stack, folder):
     hub = Hub(clients="tcp://127.0.0.1:0", workers=f"ipc://{folder}/w", kinds={KIND: Kind(10.0, {})})
     hub.start()

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -111,6 +112,22 @@ def test_the_hubs_own_process_is_let_in(stack, folders):
     a_client(stack, hub, client_keys(folders[0])).attach(DEADLINE_S)
 
 
+def test_an_ipv6_address_is_an_address(stack, folders):
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+    here = "tcp://[::1]:0"
+    hub = Hub(clients=here, workers=here, kinds={"sum": Kind(60.0, {})}, keys=hub_keys(folders[0]), worker_keys=True)
+    hub.start()
+    stack.callback(lambda: hub.stop(0.0))
+    a_worker(stack, hub, client_keys(folders[1]))
+    client = a_client(stack, hub, client_keys(folders[1]))
+    client.attach(DEADLINE_S)
+    assert a_sum(client) == [30_000_000]
+
+
 def test_a_refusal_is_not_waited_for(stack, folders, tmp_path):
     hub = a_hub(stack, folders[0])
     new(tmp_path / "bob", "bob")
@@ -203,6 +220,24 @@ def test_workers_with_a_key_of_their_own_work_and_others_are_told_why_not(stack,
     assert hub.rejected.total() == 0, "not a message of the others arrived"
     shutil.copy(tmp_path / "eve" / "public" / "eve.key", hub_folder / "public")
     until(lambda: hub.workers() == ["ann", "unlisted"])
+
+
+def test_a_name_belongs_to_the_key_that_took_it_first(stack, folders, tmp_path, caplog):
+    """A machine that may join can neither take another's tasks nor speak for another client."""
+    hub_folder, ann = folders
+    hub = a_hub_for_machines(stack, hub_folder)
+    new(tmp_path / "eve", "eve")
+    exchange(hub_folder, tmp_path / "eve", "eve")
+    client = a_client(stack, hub, client_keys(hub_folder))
+    client.attach(DEADLINE_S)
+    a_worker(stack, hub, client_keys(ann), "w")
+    until(lambda: hub.workers() == ["w"])
+    says(a_client(stack, hub, client_keys(tmp_path / "eve")), "a client with another key is called run/ann")
+    a_worker(stack, hub, client_keys(tmp_path / "eve"), "w")
+    until(lambda: "a worker with another key is called w" in caplog.text)
+    assert a_sum(client) == [30_000_000]
+    assert hub.status().result(DEADLINE_S).counts.get("requeued", 0) == 0
+    a_client(stack, hub, client_keys(hub_folder)).attach(DEADLINE_S)  # another life of the first
 
 
 def until(condition):

@@ -4,7 +4,7 @@ import shutil
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -45,7 +45,12 @@ def client(stack, hub):
 
 def a_worker(stack, hub, handle, name):
     worker = LeaseWorker(hub.worker_endpoint, worker=name, name=name, kinds=[KIND], ends_process=False)
-    thread = threading.Thread(target=worker.run, args=[handle], daemon=True)
+
+    def run():
+        with suppress(SystemExit):
+            worker.run(handle)
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     stack.callback(lambda: (worker.stop(), thread.join(DEADLINE_S)))
     return worker, thread
@@ -53,13 +58,12 @@ def a_worker(stack, hub, handle, name):
 
 def test_workers_that_leave_in_the_middle_of_a_task_are_not_its_attempts(stack, hub, client):
     released = threading.Event()
-    stack.callback(released.set)
     for name in range(MAX_ATTEMPTS + 1):
         at_work = threading.Event()
 
         def endless(task, progress, at_work=at_work):
             at_work.set()
-            released.wait(DEADLINE_S)
+            released.wait(DEADLINE_S)  # beyond it the test has failed
             return {}
 
         worker, _ = a_worker(stack, hub, endless, f"w{name}")
@@ -68,6 +72,7 @@ def test_workers_that_leave_in_the_middle_of_a_task_are_not_its_attempts(stack, 
         assert worker.left.wait(DEADLINE_S), "it does not wait for its task"
     a_worker(stack, hub, lambda task, progress: {"attempt": task.attempt}, "patient")
     (outcome,) = client.take(DEADLINE_S)
+    released.set()
     assert (outcome.ok, outcome.meta) == (True, {"attempt": MAX_ATTEMPTS + 2})
 
 

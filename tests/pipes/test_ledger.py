@@ -51,13 +51,13 @@ class Model(RuleBasedStateMachine):
         self.owner_of = {}
         self.completed = {}  # (owner, id) -> how often, since the owner was last forgotten
         self.seen = dict.fromkeys(OWNERS, 0)
-        self.held_by = {}  # task id -> worker of the live lease
+        self.held_by = {}  # task id -> worker and number of the live lease
         self.attempts = {}  # task id -> leases that ended in a failure, a stall or a death
 
     def spent(self, *leases):
         """These ended so."""
-        for worker, task_id in leases:
-            if self.held_by.get(task_id) == worker:
+        for worker, task_id, attempt in leases:
+            if self.held_by.get(task_id) == (worker, attempt):
                 del self.held_by[task_id]
                 self.attempts[task_id] = self.attempts.get(task_id, 0) + 1
 
@@ -94,7 +94,7 @@ class Model(RuleBasedStateMachine):
     def worker_up(self, worker, credit, held):
         self.ledger.worker_up(worker, frozenset(WORKERS[worker]), credit, held)
         self.credit[worker] = credit
-        self.held_by = {t: w for t, w in self.held_by.items() if w != worker or t in held}
+        self.held_by = {t: lease for t, lease in self.held_by.items() if lease[0] != worker or t in held}
 
     @rule()
     def lease(self):
@@ -105,7 +105,7 @@ class Model(RuleBasedStateMachine):
             assert grant.task.kind in kinds[grant.worker]
             assert grant.task.payload == f"media of {grant.task.id}"
             assert self.attempts[grant.task.id] < min(grant.attempt, MAX_ATTEMPTS)
-            self.held_by[grant.task.id] = grant.worker
+            self.held_by[grant.task.id] = (grant.worker, grant.attempt)
 
     @rule(worker=workers, task_id=task_ids, attempt=st.integers(1, 3), done=st.integers(0, 3))
     def progress(self, worker, task_id, attempt, done):
@@ -119,11 +119,12 @@ class Model(RuleBasedStateMachine):
     @rule(worker=workers, task_id=task_ids, attempt=st.integers(1, 3), fatal=st.booleans())
     def failed(self, worker, task_id, attempt, fatal):
         self.ledger.failed(worker, task_id, attempt, "for good" if fatal else "no", fatal)
-        self.spent((worker, task_id))
+        self.spent((worker, task_id, attempt))
 
     @rule(worker=workers)
     def worker_lost(self, worker):
-        self.spent(*((worker, task_id) for task_id in self.ledger.worker_lost(worker, "gone")))
+        for task_id in self.ledger.worker_lost(worker, "gone"):
+            self.spent((worker, task_id, self.held_by.get(task_id, ("", 0))[1]))
         assert not self.ledger.knows_worker(worker)
 
     @rule(worker=workers)
@@ -138,7 +139,7 @@ class Model(RuleBasedStateMachine):
 
     def returned(self, worker, ids):
         """Leases that were no attempts."""
-        self.held_by = {t: w for t, w in self.held_by.items() if w != worker or t not in ids}
+        self.held_by = {t: lease for t, lease in self.held_by.items() if lease[0] != worker or t not in ids}
 
     @rule(seconds=st.sampled_from([0.5, 6.0, 11.0, 70.0]))
     def expire(self, seconds):

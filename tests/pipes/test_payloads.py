@@ -119,7 +119,7 @@ def test_a_silent_worker_loses_its_task_to_another_and_is_welcome_again(stack):
 
     def dream(task, progress):
         at_work.set()
-        woken.wait(DEADLINE_S)
+        woken.wait(4 * DEADLINE_S)  # longer than anybody waits for its result
         return ramp(task, progress)
 
     sleeper = a_worker(stack, hub, dream, name="sleeper")

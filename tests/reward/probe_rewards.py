@@ -92,6 +92,32 @@ class Moody(Brightness):
         return super().score_item(item)
 
 
+class Failing(Brightness):
+    """The k-th sample of each group fails as how[k] says; those after them have their score."""
+
+    name = "failing"
+
+    def __init__(self, device="cpu", *, how, **options):
+        super().__init__(device, **options)
+        self.how = dict(enumerate(how))
+
+    def failure(self, item):
+        return self.how.get(int(item.sample_id.rpartition("/")[2]))
+
+    def score(self, batch):
+        self.write_down(batch)
+        failures = {self.failure(item) for item in batch}
+        while "hang" in failures:
+            time.sleep(0.01)
+        scores = [self.score_item(item) for item in batch]
+        return scores[:-1] if "short" in failures else scores
+
+    def score_item(self, item):
+        if self.failure(item) == "raise":
+            raise RuntimeError("this picture is unbearable")
+        return item.scored(float("nan")) if self.failure(item) == "nan" else super().score_item(item)
+
+
 class CannotLoad(Brightness):
     name = "cannot_load"
 

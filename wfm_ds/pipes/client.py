@@ -118,7 +118,7 @@ class PipeClient:
         self._last_session = ""
         self._seq = 0
         self._clock = OwnClock(time.monotonic())
-        self._heard_at_s = self._opened_at_s = self._clock.now_s
+        self._heard_at_s = self._clock.now_s
         self._mids = itertools.count(1)
         self._submissions: list[_Submission] = []
         self._where: dict[str, _Submission] = {}
@@ -132,7 +132,7 @@ class PipeClient:
     def attach(self, timeout_s: float) -> None:
         """Wait until the hub has answered once; `kinds` is set then. Raises PipeError with what is known: after
         timeout_s, or sooner if there is a hub and it wants other keys, or none."""
-        refused_s = time.monotonic() + min(REFUSED_S, timeout_s)
+        refused_s = self.now_s() + min(REFUSED_S, timeout_s)
         with self._changed:
             self._changed.wait_for(lambda: self._last_session or self._refused_at_s >= refused_s, timeout_s)
             if not self._last_session:
@@ -327,6 +327,8 @@ class PipeClient:
         elif message.type == "released":
             for task_id in fields["ids"]:
                 self._releasing.pop(task_id, None)
+        elif not self._session:
+            self._refused(fields["why"], now_s)
         else:
             self._trouble = fields["why"]
             log.warning("the hub rejected a message: %s", fields["why"])

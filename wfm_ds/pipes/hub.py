@@ -26,7 +26,7 @@ from wfm_ds.pipes.clock import OwnClock
 from wfm_ds.pipes.keys import HubKeys
 from wfm_ds.pipes.ledger import Ledger
 from wfm_ds.pipes.messages import CLIENT_TO_HUB, META_BYTES, REASON_CHARS, WORKER_TO_HUB
-from wfm_ds.pipes.sockets import Full, Mailbox, Router, Unreachable, authenticator
+from wfm_ds.pipes.sockets import Full, Mailbox, Router, Unreachable, authenticator, key_of
 from wfm_ds.pipes.spool import NotHeld, Spool
 from wfm_ds.pipes.status import Ended, HubStatus, ignore
 from wfm_ds.pipes.tasks import Admission, Completion, Grant, Refused, Task, Verdict
@@ -67,8 +67,18 @@ class _Letter:
 
 
 @dataclass(slots=True)
+class _Worker:
+    life: str
+    key: str  # whose name it is; "" where workers need none
+    route: bytes
+    heard_at_s: float
+    outbox: deque[_Letter] = field(default_factory=deque)  # tasks that a full pipe refused
+
+
+@dataclass(slots=True)
 class _Client:
     epoch: int
+    key: str
     route: bytes
     seen_at_s: float
     session: str = field(default_factory=lambda: uuid.uuid4().hex)  # as long as the hub remembers it
@@ -127,11 +137,8 @@ class Hub:
         self._owner_of: dict[bytes, str] = {}
         self._attached: dict[str, _Client] = {}
         self._worker_of: dict[bytes, str] = {}
-        self._worker_route: dict[str, bytes] = {}
-        self._life_of: dict[str, str] = {}  # by worker
-        self._outboxes: dict[str, deque[_Letter]] = {}  # tasks that a full pipe refused
+        self._connected: dict[str, _Worker] = {}
         self._silent_worker_s = silent_worker_s
-        self._heard_at_s: dict[str, float] = {}  # by worker
         self._spool = Spool()
         self._note: Mapping[str, Any] = {}
         self._stop_at_s: float | None = None
@@ -172,7 +179,7 @@ class Hub:
 
     def workers(self) -> list[str]:
         """The ids of those that are connected, as of a moment ago."""
-        return sorted(self._worker_route)
+        return sorted(self._connected)
 
     def status(self) -> Future[HubStatus]:
         """How things stand, from the hub's own thread within TICK_MS or so. Cancelled if the hub has stopped."""
@@ -241,7 +248,7 @@ class Hub:
             self._forget(owner)
         for grant in self._ledger.lease(now_s):
             self._queue_task(grant)
-        for worker in list(self._outboxes):
+        for worker in list(self._connected):
             self._flush(worker)
         for owner, client in self._attached.items():
             self._notify(owner, client)
@@ -280,7 +287,7 @@ class Hub:
             route, frames = received
             try:
                 message = wire.decode([frame.buffer for frame in frames], expected)
-                handle(route, message, frames[1:], now_s)
+                handle(route, message, frames, now_s)
             except WireError as error:
                 self.rejected[router.endpoint] += 1
                 log.warning("dropped a message at %s: %s", router.endpoint, error)
@@ -304,16 +311,16 @@ class Hub:
 
     # Workers
 
-    def _from_worker(self, route: bytes, message: Message, payload: list[zmq.Frame], now_s: float) -> None:
+    def _from_worker(self, route: bytes, message: Message, frames: list[zmq.Frame], now_s: float) -> None:
         fields = message.fields
         if message.type == "hello":
-            self._hello(route, fields, now_s)
+            self._hello(route, key_of(frames[0]), fields, now_s)
             return
         worker = self._worker_of.get(route)
         if worker is None or not self._ledger.knows_worker(worker):
             self._send(self._workers, route, "who", {})
             return
-        self._heard_at_s[worker] = now_s
+        self._connected[worker].heard_at_s = now_s
         if message.type == "beat":
             for task_id, attempt, done, _ in fields["progress"]:
                 self._ledger.progress(worker, task_id, attempt, done, now_s)
@@ -323,7 +330,7 @@ class Hub:
                 reason = f"a result of {size} bytes, {META_BYTES} are allowed"
                 self._ledger.failed(worker, fields["id"], fields["attempt"], reason, fatal=True)
             else:
-                self._result(worker, message, payload)
+                self._result(worker, message, frames[1:])
             self._send(self._workers, route, "ack", {"ids": [fields["id"]]})
         elif message.type == "leave":
             for task_id in self._ledger.worker_left(worker):
@@ -341,40 +348,44 @@ class Hub:
         if message.specs and owner is not None and verdict in (Verdict.ACCEPTED, Verdict.LATE):
             self._spool.put(fields["id"], owner, message.specs, payload)
 
-    def _hello(self, route: bytes, fields: Mapping[str, Any], now_s: float) -> None:
+    def _hello(self, route: bytes, key: str, fields: Mapping[str, Any], now_s: float) -> None:
         worker, life = fields["worker"], fields["life"]
-        if self._life_of.get(worker, life) != life:
+        known = self._connected.get(worker)
+        if known is not None and known.key != key:
+            raise WireError(f"a worker with another key is called {worker}")
+        if known is not None and known.life != life:
             self._lose_worker(worker, "its worker died")
-        self._heard_at_s[worker], self._life_of[worker] = now_s, life
-        if self._worker_route.get(worker) != route:  # a repeated hello of one route says nothing about what is lost
-            self._worker_of.pop(self._worker_route.get(worker, b""), None)
-            self._worker_route[worker], self._worker_of[route] = route, worker
-            self._outboxes[worker] = deque()
+            known = None
+        if known is None or known.route != route:  # a repeated hello of one route says nothing about what is lost
+            self._worker_of.pop(known.route if known is not None else b"", None)
+            known = self._connected[worker] = _Worker(life, key, route, now_s)
+            self._worker_of[route] = worker
             self._ledger.worker_up(worker, frozenset(fields["kinds"]), fields["credit"], fields["held"])
+        known.heard_at_s = now_s
         self._send(self._workers, route, "welcome", {"hub": self.id, "beat_s": BEAT_S})
 
     def _lose_worker(self, worker: str, why: str) -> None:
         """It died, hangs or cannot be reached: its tasks may be to blame, but for those that were not sent."""
-        self._ledger.not_sent(worker, [letter.task_id for letter in self._outboxes.get(worker, ())])
+        if worker in self._connected:
+            self._ledger.not_sent(worker, [letter.task_id for letter in self._connected[worker].outbox])
         for task_id in self._ledger.worker_lost(worker, why):
             log.warning("task %s was with a worker that is lost: %s", task_id, why)
         self._forget_worker(worker)
 
     def _forget_worker(self, worker: str) -> None:
-        self._worker_of.pop(self._worker_route.pop(worker, b""), None)
-        self._outboxes.pop(worker, None)
-        self._heard_at_s.pop(worker, None)
-        self._life_of.pop(worker, None)
+        known = self._connected.pop(worker, None)
+        if known is not None:
+            self._worker_of.pop(known.route, None)
 
     def _lose_silent_workers(self, now_s: float) -> None:
         limit_s = self._silent_worker_s
         if limit_s is not None:
-            for worker in [w for w, heard_at_s in self._heard_at_s.items() if now_s - heard_at_s > limit_s]:
+            for worker in [w for w, known in self._connected.items() if now_s - known.heard_at_s > limit_s]:
                 log.warning("worker %s was silent for %g s", worker, limit_s)
                 self._lose_worker(worker, f"its worker was silent for {limit_s:g} s")
 
     def _dismiss(self, why: str) -> None:
-        for worker in list(self._worker_route):
+        for worker in list(self._connected):
             self._to_worker(worker, "bye", {"why": why})
 
     def _announce(self, note: Mapping[str, Any], files: Mapping[str, Path]) -> None:
@@ -382,9 +393,8 @@ class Hub:
         self._spool.announce(files)
 
     def _to_worker(self, worker: str, message_type: str, fields: Mapping[str, Any]) -> None:
-        route = self._worker_route.get(worker)
-        if route is not None:
-            self._send(self._workers, route, message_type, fields)
+        if worker in self._connected:
+            self._send(self._workers, self._connected[worker].route, message_type, fields)
 
     def _queue_task(self, grant: Grant) -> None:
         work: _Work = grant.task.payload
@@ -396,14 +406,14 @@ class Hub:
             why = f"cannot be sent: {error}"[:REASON_CHARS]
             self._ledger.failed(grant.worker, grant.task.id, grant.attempt, why, fatal=True)
             return
-        self._outboxes[grant.worker].append(_Letter(grant.task.id, header, work.frames))
+        self._connected[grant.worker].outbox.append(_Letter(grant.task.id, header, work.frames))
 
     def _flush(self, worker: str) -> None:
-        outbox = self._outboxes[worker]
+        route, outbox = self._connected[worker].route, self._connected[worker].outbox
         while outbox:
             letter = outbox[0]
             try:
-                self._workers.send(self._worker_route[worker], letter.header, letter.frames)
+                self._workers.send(route, letter.header, letter.frames)
             except Full:
                 return
             except Unreachable:
@@ -413,10 +423,10 @@ class Hub:
 
     # Clients
 
-    def _from_client(self, route: bytes, message: Message, payload: list[zmq.Frame], now_s: float) -> None:
+    def _from_client(self, route: bytes, message: Message, frames: list[zmq.Frame], now_s: float) -> None:
         fields = message.fields
         if message.type == "attach":
-            self._attach(route, message.mid, fields, now_s)
+            self._attach(route, key_of(frames[0]), message.mid, fields, now_s)
             return
         owner = self._owner_of.get(route)
         if owner is None:
@@ -424,7 +434,7 @@ class Hub:
             return
         self._attached[owner].seen_at_s = now_s
         if message.type == "submit":
-            self._submit(route, owner, message, payload, now_s)
+            self._submit(route, owner, message, frames[1:], now_s)
         elif message.type == "since":
             self._ledger.release(owner, fields["seq"])
             self._attached[owner].notified = fields["seq"]
@@ -453,16 +463,20 @@ class Hub:
             return
         self._send(self._clients, route, "payload", {"id": name}, specs, payload)
 
-    def _attach(self, route: bytes, mid: int, fields: Mapping[str, Any], now_s: float) -> None:
+    def _attach(self, route: bytes, key: str, mid: int, fields: Mapping[str, Any], now_s: float) -> None:
         owner = f"{fields['run']}/{fields['client']}"
         client = self._attached.get(owner)
-        if client is not None and fields["epoch"] < client.epoch:
+        why = ""
+        if client is not None and client.key != key:
+            why = f"a client with another key is called {owner}"
+        elif client is not None and fields["epoch"] < client.epoch:
             why = f"a newer client {owner} is attached"
+        if why:
             self._send(self._clients, route, "reject", {"about": mid, "why": why[:REASON_CHARS]})
             return
         if client is None or fields["epoch"] > client.epoch:
             self._forget(owner)  # ids return after a resume, perhaps with other media
-            client = self._attached[owner] = _Client(fields["epoch"], route, now_s)
+            client = self._attached[owner] = _Client(fields["epoch"], key, route, now_s)
         self._owner_of.pop(client.route, None)
         self._owner_of[route] = owner
         client.route, client.seen_at_s = route, now_s

@@ -120,7 +120,7 @@ SCHEMAS: dict[str, dict[str, Check]] = {
         "note": FreeMap(),  # what the hub's owner announced last, such as the weights to use
     },
     "ack": {"ids": _IDS},
-    "stalled": {"id": _ID, "attempt": Integer(1, 100)},  # this lease saw no progress; perhaps its task never arrived
+    "stalled": {"id": _ID, "attempt": Integer(1)},  # this lease saw no progress; perhaps its task never arrived
     "bye": {"why": _REASON},  # the hub's work is done: leave
     # client -> hub
     "attach": {"run": Text(120), "client": Text(120), "epoch": Integer()},  # a restarted client has a higher epoch

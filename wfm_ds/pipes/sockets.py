@@ -135,7 +135,7 @@ class Router:
         check_endpoint(endpoint, keys=keys is not None)
         self._lock_file = _locked(Path(endpoint.removeprefix("ipc://"))) if endpoint.startswith("ipc://") else None
         self.socket = context.socket(zmq.ROUTER)
-        _set_options(self.socket)
+        _set_options(self.socket, endpoint)
         self.socket.set(zmq.ROUTER_MANDATORY, 1)  # else what cannot be delivered vanishes silently
         if keys is not None:
             self.socket.set(zmq.CURVE_SERVER, 1)
@@ -170,6 +170,14 @@ class Router:
             self._lock_file.close()
 
 
+def key_of(frame: zmq.Frame) -> str:
+    """The public key with which the sender of a received frame was let in; "" at a socket without keys."""
+    try:
+        return str(frame.get("User-Id"))
+    except zmq.ZMQError:
+        return ""
+
+
 class Dealer:
     """A peer's end: one hub, which may come later, go, and come back."""
 
@@ -179,7 +187,7 @@ class Dealer:
         self._trouble = ""
         self._opened_at_s = time.monotonic()
         self.socket = context.socket(zmq.DEALER)
-        _set_options(self.socket)
+        _set_options(self.socket, endpoint)
         self.socket.set(zmq.IMMEDIATE, 1)  # an outage is seen, nothing is queued for a hub that is not there
         self.socket.set(zmq.RECONNECT_IVL, 100)
         self.socket.set(zmq.RECONNECT_IVL_MAX, 1000)
@@ -241,7 +249,8 @@ def authenticator(context: zmq.Context[Any], keys: HubKeys) -> ThreadAuthenticat
     return thread
 
 
-def _set_options(sock: zmq.Socket[Any]) -> None:
+def _set_options(sock: zmq.Socket[Any], endpoint: str) -> None:
+    sock.set(zmq.IPV6, int(endpoint.startswith("tcp://[")))  # else localhost could be another address than the hub's
     sock.set(zmq.LINGER, LINGER_MS)
     sock.set(zmq.SNDHWM, HIGH_WATER_MARK)
     sock.set(zmq.RCVHWM, HIGH_WATER_MARK)

@@ -132,6 +132,7 @@ class LeaseWorker:
         self._mids = itertools.count(1)
         self._hub = ""
         self._trouble = ""  # why the hub does not want this worker, as logged last
+        self._hello_s = HELLO_S
         self._beat_s = 2.0
         self._stopping = threading.Event()
         self._main_done = threading.Event()
@@ -228,7 +229,7 @@ class LeaseWorker:
                 new_mark = self._take_news()
                 while (frames := dealer.receive()) is not None:
                     self._from_hub(frames)
-                if not self._hub and now_s - hello_at_s > HELLO_S:
+                if not self._hub and now_s - hello_at_s > self._hello_s:
                     hello_at_s = now_s
                     held = sorted(self._queued.keys() | self._reports.keys())
                     self._send(dealer, "hello", {**self._hello, "held": held})
@@ -285,7 +286,8 @@ class LeaseWorker:
         fields = message.fields
         if message.type == "welcome":
             if fields["hub"] != self._hub:
-                self._hub, self._beat_s, self._trouble = fields["hub"], fields["beat_s"], ""
+                self._hub, self._beat_s = fields["hub"], fields["beat_s"]
+                self._trouble, self._hello_s = "", HELLO_S
                 for report in self._reports.values():
                     report.sent_at_s = float("-inf")
         elif message.type == "who":
@@ -304,7 +306,10 @@ class LeaseWorker:
         elif message.type == "stalled":
             self._stalled(fields["id"], fields["attempt"])
         else:
-            log.warning("the hub rejected a message: %s", fields["why"])
+            self._hello_s = RESEND_S  # it may be about a hello, and be repeated
+            if fields["why"] != self._trouble:
+                log.warning("the hub rejected a message: %s", fields["why"])
+            self._trouble = fields["why"]
 
     def _take(self, task: TaskInHand) -> None:
         """Keep a task to do it, unless it is in hand: then the hub had lost this worker, and leases the same again."""

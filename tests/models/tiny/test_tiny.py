@@ -34,6 +34,7 @@ def run_pipeline(pipeline, call):
     return output.images if hasattr(output, "images") else output.frames[:, 0]
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_same_bytes(tmp_path):
     environments = [os.environ | {"PYTHONHASHSEED": seed} for seed in ("1", "2")]
     folders = [tmp_path / "first", tmp_path / "second"]

@@ -1,0 +1,131 @@
+"""Training runs whose rewards die, stand still, fail or never return: whole commands."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from distributed.same_runs import assert_same_runs
+from faults.processes import go_on, stop, until, wait
+
+ROOT = Path(__file__).parent.parent.parent
+PROBES = ROOT / "tests" / "reward"
+END_S = 600.0  # a busy machine is no failure
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as stack:
+        yield stack
+
+
+def train(stack, folder, model, reward, options, *overrides):
+    """A tiny run into this folder, its output beside it; killed at the end of the test if it still runs."""
+    options = {"journal": str(folder.with_suffix(".journal")), **options}
+    function = {"name": f"probe_rewards:{reward}", "workers": 2, "max_batch": 2, "options": options}
+    path = os.pathsep.join([str(PROBES), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with folder.with_suffix(".log").open("wb") as log:
+        process = subprocess.Popen(
+            [
+                *[sys.executable, "-m", "wfm_ds.train", "recipes/tiny/sd3_nft.yaml"],
+                f"run.output_dir={folder}",
+                f"model.path={model}",
+                f"reward.functions={json.dumps([function])}",
+                *["run.steps=4", "optimizer.eps=1e-4", "validation.at_start=false"],
+                *["logging.console=false", "logging.tensorboard=false"],
+                *overrides,
+            ],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": path},
+            stdout=log,
+            stderr=log,
+        )
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    return process
+
+
+def steps(folder):
+    """The metrics of the updates so far."""
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [line for line in lines if "loss/total" in line]
+
+
+def processes(trainer, word):
+    children = psutil.Process(trainer.pid).children(recursive=True)
+    return [child for child in children if word in child.cmdline()]
+
+
+def nobody_is_left(family):
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert alive == []
+
+
+def journal(folder):
+    path = folder.with_suffix(".journal")
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def patiently(condition):
+    """Starting a run takes longer than anything in it."""
+    for _ in range(int(END_S)):
+        if condition():
+            return
+        wait(1.0)
+    pytest.fail("it did not happen")
+
+
+def test_a_run_whose_scorer_and_service_are_killed_and_stopped_is_as_if_it_had_been_left_alone(
+    stack, tmp_path, tiny_pipelines
+):
+    model = tiny_pipelines("sd3")
+    undisturbed = train(stack, tmp_path / "undisturbed", model, "Brightness", {})
+    folder = tmp_path / "disturbed"
+    run = train(stack, folder, model, "Brightness", {"seconds": 0.7})
+    patiently(lambda: journal(folder) or run.poll() is not None)
+    os.kill(journal(folder)[0]["pid"], 9)  # a scorer in mid-batch
+    patiently(lambda: steps(folder) or run.poll() is not None)
+    (service,) = processes(run, "wfm_reward.serve")
+    orphans = service.children(recursive=True)
+    service.kill()
+    nobody_is_left(orphans)
+    restarted = until(lambda: processes(run, "wfm_reward.serve"))[0]
+    scored = len(journal(folder))
+    patiently(lambda: len(journal(folder)) > scored or run.poll() is not None)
+    stop(restarted.pid)
+    wait(5.0)
+    go_on(restarted.pid)
+    family = processes(run, "-m")
+    assert run.wait(END_S) == 0, folder.with_suffix(".log").read_text()
+    assert undisturbed.wait(END_S) == 0
+    nobody_is_left(family)
+    assert_same_runs(tmp_path / "undisturbed", folder)
+
+
+def test_samples_whose_reward_raises_is_nan_or_missing_are_left_out_and_the_run_goes_on(
+    stack, tmp_path, tiny_pipelines
+):
+    folder, options = tmp_path / "run", {"how": ["raise", "nan", "short"]}
+    run = train(stack, folder, tiny_pipelines("sd3"), "Failing", options, "rollout.group_size=16")
+    assert run.wait(END_S) == 0, folder.with_suffix(".log").read_text()
+    assert [step["rollout/samples"] for step in steps(folder)] == [2 * (16 - 3)] * 4
+
+
+def test_a_reward_that_never_returns_ends_the_run_with_one_sentence(stack, tmp_path, tiny_pipelines):
+    folder = tmp_path / "run"
+    run = train(stack, folder, tiny_pipelines("sd3"), "Failing", {"how": ["hang"] * 4}, "reward.timeout_s=2")
+    patiently(lambda: journal(folder) or run.poll() is not None)
+    family = processes(run, "-m")
+    assert run.wait(END_S) == 1, folder.with_suffix(".log").read_text()
+    nobody_is_left(family)
+    message = json.loads((folder / "result.json").read_text())["message"]
+    assert message.startswith("more than 20% of the samples had no reward in 3 consecutive steps; the last reasons: ")
+    assert "timeout after 2 s in probe_rewards:Failing" in message
+    assert folder.with_suffix(".log").read_text().count(message) == 1
