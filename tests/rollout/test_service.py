@@ -11,7 +11,7 @@ from wfm_ds.pipes.keys import KeyFileError, new
 from wfm_ds.preflight import check_workers
 from wfm_ds.recipe import Recipe
 from wfm_ds.rollout.identity import identity, require_same
-from wfm_ds.rollout.service import OF_RANKS, endpoints, spawn_devices
+from wfm_ds.rollout.service import OF_RANKS, endpoints, spawn_devices, stall_s
 
 TINY = Path(__file__).parent.parent.parent / "recipes" / "tiny"
 
@@ -41,6 +41,12 @@ def test_keys_about_workers_need_them(key, value):
     assert getattr(changed(rollout={key: value, **more}).rollout, key) == value
     with pytest.raises(ValueError, match=rf"rollout.mode: colocated does not read rollout.*{key}.*set mode: async"):
         changed(rollout={"mode": "colocated", "max_staleness": 1, "spawn": 1, key: value, **more})
+
+
+@pytest.mark.parametrize(("in_flight", "ahead"), [(1, 1), (2, 1), (3, 2), (5, 4)])
+def test_a_chunk_may_wait_for_all_that_its_worker_has_before_it(in_flight, ahead):
+    recipe = changed(rollout={"in_flight": in_flight, "timeout_s": 100}, reward={"timeout_s": 7})
+    assert stall_s(recipe.rollout, recipe.reward) == ahead * 100 + 7
 
 
 def test_ddrl_has_no_workers():

@@ -23,7 +23,7 @@ from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.keys import HubKeys, hub_keys
 from wfm_ds.pipes.sockets import private_folder
 from wfm_ds.pipes.status import Ended
-from wfm_ds.recipe import Recipe, RolloutRecipe
+from wfm_ds.recipe import Recipe, RewardRecipe, RolloutRecipe
 from wfm_ds.rollout.worker import KIND
 from wfm_ds.traces import ROLLOUT
 from wfm_ds.world import free_port
@@ -65,8 +65,7 @@ class RolloutService:
             self.hub = Hub(
                 clients=clients,
                 workers=workers,
-                # No progress while a chunk waits for its turn on the device, or for its scores.
-                kinds={KIND: Kind(self.settings.timeout_s + recipe.reward.timeout_s, info)},
+                kinds={KIND: Kind(stall_s(self.settings, recipe.reward), info)},
                 silent_worker_s=self.settings.lost_after_s,
                 keys=trainer_keys(self.settings),
                 worker_keys=self.settings.keys is not None,
@@ -209,6 +208,12 @@ class Child:
         lines = self.log.read_text(errors="replace").splitlines()
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         return f"cannot work: {errors[-1]}" if status == 2 and errors else f"keeps dying, last with status {status}"
+
+
+def stall_s(rollout: RolloutRecipe, reward: RewardRecipe) -> float:
+    """A chunk makes no progress while it waits for its turn on the device, behind the worker's others, or for its
+    scores."""
+    return max(1, rollout.in_flight - 1) * rollout.timeout_s + reward.timeout_s
 
 
 def spawn_devices(named: list[str] | None, spawn: int) -> list[str]:
