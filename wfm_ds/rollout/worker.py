@@ -173,6 +173,7 @@ class Lanes:
     ) -> None:
         assert recipe.rollout is not None
         self.recipe, self.generator, self.client, self.args = recipe, generator, client, args
+        self.info = info  # of the trainer that it was started for
         self.rewards_at = args.rewards or info["rewards"]
         self.rewards: list[RewardClient] = []
         patience_s = recipe.rollout.timeout_s + 60.0
@@ -191,7 +192,7 @@ class Lanes:
         ]
 
     def run(self, stop: threading.Event) -> int:
-        """Until asked to stop, dismissed, or left alone by the trainer."""
+        """Until asked to stop, dismissed, left alone by the trainer, or found by another one."""
         from wfm_ds.rollout.rewards import RewardClient
 
         reward = self.recipe.reward
@@ -210,6 +211,9 @@ class Lanes:
             while not any(worker.left.is_set() for worker in self.workers) and not stop.wait(LOOK_S):
                 if self.client.silent_s() > self.args.orphan_s:
                     log.warning("the trainer is gone for %.0f s: %s", self.client.silent_s(), self.client.trouble())
+                    break
+                if self.client.kinds.get(KIND) != self.info:  # another recipe or model, or it listens elsewhere
+                    log.warning("another trainer is at %s: leaves, start a worker for that one", self.args.connect)
                     break
         finally:
             for worker in self.workers:

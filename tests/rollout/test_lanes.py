@@ -1,0 +1,69 @@
+"""When a rollout worker's lanes end. What they make is tested in tests/distributed/test_async.py."""
+
+import shutil
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from wfm_ds import recipe_file
+from wfm_ds.pipes.client import PipeClient
+from wfm_ds.pipes.hub import Hub, Kind
+from wfm_ds.pipes.sockets import private_folder
+from wfm_ds.rollout.worker import KIND, LOOK_S, Lanes, parser
+
+TINY = Path(__file__).parents[2] / "recipes" / "tiny"
+DEADLINE_S = 30.0
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as stack:
+        yield stack
+
+
+def a_hub(stack, folder, name, kinds):
+    hub = Hub(clients=f"ipc://{folder}/{name}", workers=f"ipc://{folder}/{name}-workers", kinds=kinds)
+    hub.start()
+    stack.callback(hub.stop, 0.0)
+    return hub
+
+
+@pytest.mark.parametrize(("model", "stays"), [("sd3", True), ("wan", False)])
+def test_a_worker_goes_on_for_the_trainer_that_it_was_started_for_and_for_no_other(stack, model, stays):
+    folder = private_folder()
+    stack.callback(shutil.rmtree, folder)
+    recipe = recipe_file.load(TINY / "sd3_nft_async.yaml")
+    scores = {f"score:{f.name}": Kind(60.0, {"max_batch": 8}) for f in recipe.reward.functions}
+    rewards = a_hub(stack, folder, "rewards", scores).client_endpoint
+
+    def a_trainer(pipeline):
+        kinds = {KIND: Kind(60.0, {"identity": {"model": pipeline}, "rewards": rewards, "workers": workers})}
+        return a_hub(stack, folder, "trainer", kinds)
+
+    workers = f"ipc://{folder}/trainer-workers"
+    first = a_trainer("sd3")
+    client = PipeClient(first.client_endpoint, run="workers", client="w")
+    stack.callback(client.close)
+    client.attach(DEADLINE_S)
+    args = parser().parse_args(["recipe.yaml", "--connect", first.client_endpoint, "--name", "w"])
+    stop = threading.Event()
+    lanes = Lanes(recipe, None, client, None, client.kinds[KIND], args)
+    thread = threading.Thread(target=lanes.run, args=[stop], daemon=True)
+    thread.start()
+    stack.callback(thread.join, DEADLINE_S)
+    stack.callback(stop.set)
+    first.stop(0.0)
+    second = a_trainer(model)
+    if not stays:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+        return
+    until_s = time.monotonic() + DEADLINE_S
+    while len(second.workers()) < recipe.rollout.in_flight and time.monotonic() < until_s:
+        stop.wait(0.05)
+    assert second.workers() == [f"w/{i}" for i in range(recipe.rollout.in_flight)]
+    thread.join(2 * LOOK_S)
+    assert thread.is_alive()
