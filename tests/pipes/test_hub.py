@@ -18,7 +18,7 @@ import zmq
 from wfm_ds.pipes import wire
 from wfm_ds.pipes.client import PipeClient, TaskRequest
 from wfm_ds.pipes.hub import Hub, Kind
-from wfm_ds.pipes.messages import CLIENT_TO_HUB, HUB_TO_CLIENT, HUB_TO_WORKER
+from wfm_ds.pipes.messages import CLIENT_TO_HUB, HUB_TO_CLIENT, HUB_TO_WORKER, WORKER_TO_HUB
 from wfm_ds.pipes.sockets import Dealer, Full, PipeError, Router, check_endpoint, private_folder
 from wfm_ds.pipes.worker import LeaseWorker, TaskFailed
 
@@ -294,6 +294,31 @@ def test_a_completion_that_comes_twice_is_one_outcome(stack, folder):
             router.send(route, wire.encode(message_type, 1, fields))
     assert [o.id for o in client.take(DEADLINE_S)] == ["t/0"]
     assert client.take(0.3) == []
+
+
+def test_a_worker_says_of_a_lease_whose_task_never_reached_it_that_it_has_it_not(stack, folder):
+    """Else the hub would keep its place for it, and never give it another."""
+    context = zmq.Context()
+    router = Router(context, f"ipc://{folder}/w")
+    stack.callback(lambda: (router.close(), context.term(), router.release()))
+    worker = LeaseWorker(router.endpoint, worker="w", name="w", kinds=[KIND])
+    thread = threading.Thread(target=worker.run, args=(double,), daemon=True)
+    thread.start()
+    stack.callback(lambda: (worker.stop(), thread.join(DEADLINE_S)))
+
+    def hear(message_type):
+        while True:
+            assert router.socket.poll(DEADLINE_S * 1000), message_type
+            route, frames = router.receive()
+            message = wire.decode([f.buffer for f in frames], WORKER_TO_HUB)
+            if message.type == message_type:
+                return route, message.fields
+
+    route, _ = hear("hello")
+    router.send(route, wire.encode("welcome", 1, {"hub": "1", "beat_s": 2.0}))
+    router.send(route, wire.encode("stalled", 2, {"id": "t", "attempt": 7}))
+    _, failed = hear("failed")
+    assert (failed["id"], failed["attempt"], failed["reason"]) == ("t", 7, "it did not arrive")
 
 
 def test_a_new_hub_gets_everything_unfinished_again(stack, folder):
