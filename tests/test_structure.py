@@ -284,6 +284,8 @@ RUN_BY = {
     "wfm_kernels.checks": "kernels/test_sde_step.py",
     "wfm_kernels.coefficients": "kernels/test_coefficients.py",
     "wfm_kernels.ops": "kernels/test_sde_step.py",
+    "wfm_ds.pipes.hub_workers": "pipes/test_hub.py",
+    "wfm_ds.pipes.port": "pipes/test_hub.py",
     "wfm_ds.pipes.status": "pipes/test_hub.py",
     "wfm_ds.pipes.submission": "reward/test_client.py",
     "wfm_ds.pipes.tasks": "pipes/test_ledger.py",

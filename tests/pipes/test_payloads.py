@@ -8,6 +8,7 @@ import pytest
 
 from wfm_ds.pipes.client import PipeClient, TaskRequest
 from wfm_ds.pipes.hub import Hub, Kind
+from wfm_ds.pipes.hub_clients import Clients
 from wfm_ds.pipes.sockets import PipeError, private_folder
 from wfm_ds.pipes.spool import NotHeld, Spool
 from wfm_ds.pipes.wire import FRAME_BYTES, pack_tensors
@@ -178,8 +179,8 @@ def test_a_release_that_is_lost_is_repeated(stack, monkeypatch):
         if message.type != "release" or len(heard) > 1:
             answer(self, route, message, *rest)
 
-    answer = Hub._from_client
-    monkeypatch.setattr(Hub, "_from_client", deaf_once)
+    answer = Clients._on_message
+    monkeypatch.setattr(Clients, "_on_message", deaf_once)
     monkeypatch.setattr("wfm_ds.pipes.client.RELEASE_AGAIN_S", 0.1)
     hub = a_hub(stack)
     client = a_client(stack, hub)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+from wfm_ds.pipes.wire import TensorSpec
+
 
 class State(Enum):
     WAITING = auto()
@@ -36,6 +38,16 @@ class Task:
     deadline_s: float  # on the ledger's clock
     payload: Any = None  # opaque; dropped when the task is finished
     rows: int = 1  # its size in a worker's credit
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A task's payload in a hub: its rows and their tensors, as they were received."""
+
+    rows: list[dict[str, Any]]
+    specs: tuple[TensorSpec, ...]
+    frames: tuple[Any, ...]  # zmq.Frame
+    submitted_at_s: float  # on the hub's clock
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,190 @@
+"""The clients' side of a hub: who is attached, what they submit, what they are told and may read.
+
+It meets the workers' side in the ledger and in the spool. The hub's thread alone uses it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from wfm_ds.pipes import wire
+from wfm_ds.pipes.ledger import Ledger
+from wfm_ds.pipes.messages import REASON_CHARS
+from wfm_ds.pipes.port import Port
+from wfm_ds.pipes.sockets import key_of
+from wfm_ds.pipes.spool import NotHeld, Spool
+from wfm_ds.pipes.tasks import Admission, Completion, Refused, Task, Work
+from wfm_ds.pipes.wire import HEADER_BYTES, Message, TensorSpec, WireError
+
+SILENT_CLIENT_S = 300.0  # then its tasks are dropped
+FINISHED_BYTES = HEADER_BYTES - 4096
+ANSWERS_PER_MESSAGE = 100  # an id and a reason each: they fit a header
+
+
+@dataclass(slots=True)
+class _Client:
+    epoch: int
+    key: str
+    route: bytes
+    seen_at_s: float
+    session: str = field(default_factory=lambda: uuid.uuid4().hex)  # as long as the hub remembers it
+    notified: int = 0  # the last completion sent
+
+
+class Clients:
+    """Those that attached, by route and by *owner*, RUN/CLIENT, which is what the ledger and the spool know them by."""
+
+    def __init__(
+        self,
+        port: Port,
+        ledger: Ledger,
+        spool: Spool,
+        *,
+        kinds: Mapping[str, Mapping[str, Any]],
+        cancel: Callable[[str, str, str], None],
+    ) -> None:
+        """`kinds`: what clients are told of each kind of task. `cancel` is told (worker, task id, why) of a task that
+        nobody waits for any more and that this worker works on."""
+        self._port, self._ledger, self._spool = port, ledger, spool
+        self._kinds, self._cancel = kinds, cancel
+        self._owner_of: dict[bytes, str] = {}
+        self._attached: dict[str, _Client] = {}
+
+    def silences(self, now_s: float) -> dict[str, float]:
+        """By owner, seconds since it was heard of."""
+        return {owner: now_s - client.seen_at_s for owner, client in self._attached.items()}
+
+    def receive(self, now_s: float) -> None:
+        self._port.receive(self._on_message, now_s)
+
+    def forget_silent(self, now_s: float) -> None:
+        for owner in [o for o, silent_s in self.silences(now_s).items() if silent_s > SILENT_CLIENT_S]:
+            self._forget(owner)
+
+    def notify(self) -> None:
+        """Tell each what has finished since the last time."""
+        for owner, client in self._attached.items():
+            self._notify(owner, client)
+
+    def _on_message(self, route: bytes, message: Message, frames: list[zmq.Frame], now_s: float) -> None:
+        fields = message.fields
+        if message.type == "attach":
+            self._attach(route, key_of(frames[0]), message.mid, fields, now_s)
+            return
+        owner = self._owner_of.get(route)
+        if owner is None:
+            self._port.send(route, "who", {})
+            return
+        self._attached[owner].seen_at_s = now_s
+        run = owner.split("/", 1)[0]
+        if message.type == "submit":
+            self._submit(route, owner, message, frames[1:], now_s)
+        elif message.type == "since":
+            self._ledger.release(owner, fields["seq"])
+            self._attached[owner].notified = fields["seq"]
+            if not self._ledger.completions(owner, fields["seq"]):
+                self._port.send(route, "finished", {"after": fields["seq"], "items": []})  # a sign of life
+        elif message.type == "fetch":
+            self._answer_with(route, fields["id"], lambda: self._spool.result(fields["id"], run))
+        elif message.type == "read":
+            name, offset = fields["file"], fields["offset"]
+            self._answer_with(route, f"{name}@{offset}", lambda: self._spool.piece(name, offset))
+        elif message.type == "release":
+            self._spool.drop(fields["ids"])
+            self._port.send(route, "released", {"ids": fields["ids"]})
+        else:
+            self._spool.drop(fields["ids"])
+            self._cancel_running(self._ledger.cancel(owner, fields["ids"]), fields["why"])
+
+    def _answer_with(
+        self, route: bytes, name: str, read: Callable[[], tuple[Sequence[TensorSpec], Sequence[Any]]]
+    ) -> None:
+        """What was asked for, or why there is none. A full pipe drops it: the client asks again."""
+        try:
+            specs, payload = read()
+        except NotHeld as error:
+            self._port.send(route, "missing", {"id": name, "why": str(error)[:REASON_CHARS]})
+            return
+        self._port.send(route, "payload", {"id": name}, specs, payload)
+
+    def _attach(self, route: bytes, key: str, mid: int, fields: Mapping[str, Any], now_s: float) -> None:
+        owner = f"{fields['run']}/{fields['client']}"
+        client = self._attached.get(owner)
+        why = ""
+        if client is not None and client.key != key:
+            why = f"a client with another key is called {owner}"
+        elif client is not None and fields["epoch"] < client.epoch:
+            why = f"a newer client {owner} is attached"
+        if why:
+            self._port.send(route, "reject", {"about": mid, "why": why[:REASON_CHARS]})
+            return
+        if client is None or fields["epoch"] > client.epoch:
+            self._forget(owner)  # ids return after a resume, perhaps with other media
+            client = self._attached[owner] = _Client(fields["epoch"], key, route, now_s)
+        self._owner_of.pop(client.route, None)
+        self._owner_of[route] = owner
+        client.route, client.seen_at_s = route, now_s
+        client.notified = 0  # what was sent to its old route may be lost
+        kinds = {name: dict(info) for name, info in self._kinds.items()}
+        self._port.send(route, "attached", {"session": client.session, "kinds": kinds})
+
+    def _forget(self, owner: str) -> None:
+        self._cancel_running(self._ledger.forget(owner), "its client left")
+        self._spool.drop_of(owner)
+        client = self._attached.pop(owner, None)
+        if client is not None:
+            self._owner_of.pop(client.route, None)
+
+    def _cancel_running(self, running: Iterable[tuple[str, str]], why: str) -> None:
+        for worker, task_id in running:
+            self._cancel(worker, task_id, why)
+
+    def _submit(self, route: bytes, owner: str, message: Message, payload: list[zmq.Frame], now_s: float) -> None:
+        rows, tasks = message.fields["rows"], message.fields["tasks"]
+        if len(message.specs) not in (0, len(rows)) or not all(t["start"] < t["stop"] <= len(rows) for t in tasks):
+            raise WireError("submit: its tasks, rows and tensors do not belong together")
+        answers: list[tuple[str, str | list[str]]] = []
+        frame_at = [0, *itertools.accumulate(spec.num_frames for spec in message.specs)]
+        for fields in tasks:
+            part = slice(fields["start"], fields["stop"])
+            specs = message.specs[part]
+            frames = payload[frame_at[part.start] : frame_at[part.stop]] if specs else []
+            work = Work(rows[part], specs, tuple(frames), now_s)
+            num_bytes, num_rows = sum(spec.nbytes for spec in specs), part.stop - part.start
+            task = Task(fields["id"], owner, fields["kind"], num_bytes, now_s + fields["deadline_s"], work, num_rows)
+            try:
+                admission = self._ledger.submit(task)
+                answers.append(("ids" if admission is Admission.NEW else "known", task.id))
+            except Refused as error:
+                answers.append(("refused", [task.id, str(error)]))
+        for at in range(0, len(answers), ANSWERS_PER_MESSAGE):
+            some = answers[at : at + ANSWERS_PER_MESSAGE]
+            lists = {key: [a for k, a in some if k == key] for key in ("ids", "known", "refused")}
+            self._port.send(route, "accepted", lists)
+
+    def _notify(self, owner: str, client: _Client) -> None:
+        """Send what has finished since the last time. A lost message is repeated when the client says `since`."""
+        items = self._ledger.completions(owner, client.notified)
+        while items:
+            batch: list[dict[str, Any]] = []
+            size = 0
+            for item in items:
+                fields = _completion_fields(item)
+                size += wire.packed_size(fields)
+                if batch and size > FINISHED_BYTES:
+                    break
+                batch.append(fields)
+            if not self._port.send(client.route, "finished", {"after": client.notified, "items": batch}):
+                return
+            client.notified = batch[-1]["seq"]
+            items = items[len(batch) :]
+
+
+def _completion_fields(item: Completion) -> dict[str, Any]:
+    return {name: getattr(item, name) for name in Completion.__slots__}

@@ -1,0 +1,200 @@
+"""The workers' side of a hub: who is connected, what is on its way to whom, who hangs or is lost.
+
+It meets the clients' side in the ledger and in the spool. The hub's thread alone uses it, but for `ids`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from wfm_ds.pipes import wire
+from wfm_ds.pipes.ledger import Ledger
+from wfm_ds.pipes.messages import META_BYTES, REASON_CHARS
+from wfm_ds.pipes.port import Port
+from wfm_ds.pipes.sockets import Full, Unreachable, key_of
+from wfm_ds.pipes.spool import Spool
+from wfm_ds.pipes.tasks import Grant, Verdict, Work
+from wfm_ds.pipes.wire import Message, WireError
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Letter:
+    task_id: str
+    header: bytes
+    frames: tuple[zmq.Frame, ...]
+
+
+@dataclass(slots=True)
+class _Worker:
+    life: str
+    key: str  # whose name it is; "" where workers need none
+    route: bytes
+    heard_at_s: float
+    outbox: deque[_Letter] = field(default_factory=deque)  # tasks that a full pipe refused
+
+
+class Workers:
+    """Those that said hello, by id and by route, each with the tasks that it is still to be sent."""
+
+    def __init__(
+        self,
+        port: Port,
+        ledger: Ledger,
+        spool: Spool,
+        *,
+        hub_id: str,
+        on_stall: Callable[[str], None],
+        silent_s: float | None,
+    ) -> None:
+        """`on_stall` is told the id of a worker that seems to hang; one that is not heard of for `silent_s` is lost."""
+        self.note: Mapping[str, Any] = {}  # goes with each task that is leased
+        self._port, self._ledger, self._spool = port, ledger, spool
+        self._hub_id, self._on_stall, self._silent_s = hub_id, on_stall, silent_s
+        self._worker_of: dict[bytes, str] = {}
+        self._connected: dict[str, _Worker] = {}
+
+    def ids(self) -> list[str]:
+        """Of those that are connected, as of a moment ago; for any thread."""
+        return sorted(self._connected)
+
+    def receive(self, now_s: float) -> None:
+        self._port.receive(self._on_message, now_s)
+
+    def lose(self, worker: str, why: str) -> None:
+        """It died, hangs or cannot be reached: its tasks may be to blame, but for those that were not sent."""
+        if worker in self._connected:
+            self._ledger.not_sent(worker, [letter.task_id for letter in self._connected[worker].outbox])
+        for task_id in self._ledger.worker_lost(worker, why):
+            log.warning("task %s was with a worker that is lost: %s", task_id, why)
+        self._forget(worker)
+
+    def lose_silent(self, now_s: float) -> None:
+        limit_s = self._silent_s
+        if limit_s is not None:
+            for worker in [w for w, known in self._connected.items() if now_s - known.heard_at_s > limit_s]:
+                log.warning("worker %s was silent for %g s", worker, limit_s)
+                self.lose(worker, f"its worker was silent for {limit_s:g} s")
+
+    def expire(self, now_s: float) -> None:
+        """Take back what does not advance, and ask those that have it whether they hang."""
+        for worker, task_id, attempt in self._ledger.expire(now_s):
+            log.warning("task %s stalled in worker %s", task_id, worker)
+            self._on_stall(worker)
+            self._send(worker, "stalled", {"id": task_id, "attempt": attempt})
+
+    def lease(self, now_s: float) -> None:
+        """Hand out what waits; what a full pipe refuses is sent later."""
+        for grant in self._ledger.lease(now_s):
+            self._queue(grant)
+        for worker in list(self._connected):
+            self._flush(worker)
+
+    def cancel(self, worker: str, task_id: str, why: str) -> None:
+        """Nobody waits for this task, which it works on."""
+        self._send(worker, "cancel", {"ids": [task_id], "why": why})
+
+    def dismiss(self, why: str) -> None:
+        """There will be no more work."""
+        for worker in list(self._connected):
+            self._send(worker, "bye", {"why": why})
+
+    # What they say
+
+    def _on_message(self, route: bytes, message: Message, frames: list[zmq.Frame], now_s: float) -> None:
+        fields = message.fields
+        if message.type == "hello":
+            self._hello(route, key_of(frames[0]), fields, now_s)
+            return
+        worker = self._worker_of.get(route)
+        if worker is None or not self._ledger.knows_worker(worker):
+            self._port.send(route, "who", {})
+            return
+        self._connected[worker].heard_at_s = now_s
+        if message.type == "beat":
+            for task_id, attempt, done, _ in fields["progress"]:
+                self._ledger.progress(worker, task_id, attempt, done, now_s)
+        elif message.type == "result":
+            self._result(worker, message, frames[1:])
+            self._port.send(route, "ack", {"ids": [fields["id"]]})
+        elif message.type == "leave":
+            for task_id in self._ledger.worker_left(worker):
+                log.info("task %s was with a worker that leaves: %s", task_id, fields["why"])
+            self._forget(worker)
+        else:
+            log.warning("worker %s failed at %s: %s\n%s", worker, fields["id"], fields["reason"], fields["detail"])
+            self._ledger.failed(worker, fields["id"], fields["attempt"], fields["reason"], fields["fatal"])
+            self._port.send(route, "ack", {"ids": [fields["id"]]})
+
+    def _hello(self, route: bytes, key: str, fields: Mapping[str, Any], now_s: float) -> None:
+        worker, life = fields["worker"], fields["life"]
+        known = self._connected.get(worker)
+        if known is not None and known.key != key:
+            raise WireError(f"a worker with another key is called {worker}")
+        if known is not None and known.life != life:
+            self.lose(worker, "its worker died")
+            known = None
+        if known is None or known.route != route:  # a repeated hello of one route says nothing about what is lost
+            self._worker_of.pop(known.route if known is not None else b"", None)
+            known = self._connected[worker] = _Worker(life, key, route, now_s)
+            self._worker_of[route] = worker
+            self._ledger.worker_up(worker, frozenset(fields["kinds"]), fields["credit"], fields["held"])
+        known.heard_at_s = now_s
+        self._port.send(route, "welcome", {"hub": self._hub_id, "beat_s": BEAT_S})
+
+    def _result(self, worker: str, message: Message, payload: list[zmq.Frame]) -> None:
+        fields = message.fields
+        size = wire.packed_size(fields["meta"])
+        if size > META_BYTES:
+            reason = f"a result of {size} bytes, {META_BYTES} are allowed"
+            self._ledger.failed(worker, fields["id"], fields["attempt"], reason, fatal=True)
+            return
+        owner = self._ledger.owner_of(fields["id"])
+        verdict = self._ledger.result(worker, fields["id"], fields["attempt"], fields["seconds"], fields["meta"])
+        if message.specs and owner is not None and verdict in (Verdict.ACCEPTED, Verdict.LATE):
+            self._spool.put(fields["id"], owner, message.specs, payload)
+
+    def _forget(self, worker: str) -> None:
+        known = self._connected.pop(worker, None)
+        if known is not None:
+            self._worker_of.pop(known.route, None)
+
+    # What they are told
+
+    def _send(self, worker: str, message_type: str, fields: Mapping[str, Any]) -> None:
+        if worker in self._connected:
+            self._port.send(self._connected[worker].route, message_type, fields)
+
+    def _queue(self, grant: Grant) -> None:
+        work: Work = grant.task.payload
+        fields = {"id": grant.task.id, "attempt": grant.attempt, "kind": grant.task.kind, "rows": work.rows}
+        fields["note"] = dict(self.note)
+        try:
+            header = self._port.encode("task", fields, work.specs)
+        except WireError as error:  # rows that fitted their submission, but not together with the note
+            why = f"cannot be sent: {error}"[:REASON_CHARS]
+            self._ledger.failed(grant.worker, grant.task.id, grant.attempt, why, fatal=True)
+            return
+        self._connected[grant.worker].outbox.append(_Letter(grant.task.id, header, work.frames))
+
+    def _flush(self, worker: str) -> None:
+        route, outbox = self._connected[worker].route, self._connected[worker].outbox
+        while outbox:
+            letter = outbox[0]
+            try:
+                self._port.router.send(route, letter.header, letter.frames)
+            except Full:
+                return
+            except Unreachable:
+                self.lose(worker, "the connection was lost")
+                return
+            outbox.popleft()
