@@ -83,6 +83,19 @@ def test_any_client_of_the_run_fetches_a_result_until_it_is_released(stack):
         ann.fetch(["a"], DEADLINE_S)
 
 
+@pytest.mark.parametrize(("word", "fields"), [("release", {}), ("cancel", {"why": "spite"})])
+def test_another_run_cannot_have_a_result_dropped(stack, word, fields):
+    hub = a_hub(stack)
+    ann, eve = a_client(stack, hub), a_client(stack, hub, run="other")
+    a_worker(stack, hub, ramp)
+    submit(ann, "a", 5)
+    assert outcome(ann).ok
+    eve._commands.put(lambda: eve._send_ids(word, ["a"], **fields))  # its own methods might know that it is not hers
+    with pytest.raises(PipeError, match="the hub has no result a"):  # answered later: a connection keeps its order
+        eve.fetch(["a"], DEADLINE_S)
+    assert len(ann.fetch(["a"], DEADLINE_S)["a"].tensors()[0]) == 5
+
+
 def test_many_results_are_fetched_at_once(stack):
     hub = a_hub(stack)
     ann = a_client(stack, hub)
@@ -209,5 +222,5 @@ def test_the_spool_counts_what_it_holds():
     spool.drop_of("run/ann")
     with pytest.raises(NotHeld):
         spool.result("a", "run")
-    spool.drop(["b", "unknown"])
+    spool.drop(["b", "unknown"], "run")
     assert spool.held_bytes == 0

@@ -18,7 +18,7 @@ from wfm_ds.pipes.ledger import Ledger
 from wfm_ds.pipes.messages import REASON_CHARS
 from wfm_ds.pipes.port import Port
 from wfm_ds.pipes.sockets import key_of
-from wfm_ds.pipes.spool import NotHeld, Spool
+from wfm_ds.pipes.spool import NotHeld, Spool, run_of
 from wfm_ds.pipes.tasks import Admission, Completion, Refused, Task, Work
 from wfm_ds.pipes.wire import HEADER_BYTES, Message, TensorSpec, WireError
 
@@ -82,7 +82,7 @@ class Clients:
             self._port.send(route, "who", {})
             return
         self._attached[owner].seen_at_s = now_s
-        run = owner.split("/", 1)[0]
+        run = run_of(owner)
         if message.type == "submit":
             self._submit(route, owner, message, frames[1:], now_s)
         elif message.type == "since":
@@ -96,10 +96,10 @@ class Clients:
             name, offset = fields["file"], fields["offset"]
             self._answer_with(route, f"{name}@{offset}", lambda: self._spool.piece(name, offset))
         elif message.type == "release":
-            self._spool.drop(fields["ids"])
+            self._spool.drop(fields["ids"], run)
             self._port.send(route, "released", {"ids": fields["ids"]})
         else:
-            self._spool.drop(fields["ids"])
+            self._spool.drop(fields["ids"], run)
             self._cancel_running(self._ledger.cancel(owner, fields["ids"]), fields["why"])
 
     def _answer_with(

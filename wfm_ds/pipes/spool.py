@@ -20,11 +20,20 @@ class NotHeld(LookupError):
     """There is nothing under that name; the message says why."""
 
 
+def run_of(owner: str) -> str:
+    """Of RUN/CLIENT."""
+    return owner.split("/", 1)[0]
+
+
 @dataclass(frozen=True, slots=True)
 class _Result:
     owner: str
     specs: tuple[TensorSpec, ...]
     frames: tuple[Any, ...]  # zmq.Frame
+
+    @property
+    def run(self) -> str:
+        return run_of(self.owner)
 
 
 class Spool:
@@ -36,25 +45,27 @@ class Spool:
         self._files: dict[str, Path] = {}
 
     def put(self, task_id: str, owner: str, specs: tuple[TensorSpec, ...], frames: Iterable[Any]) -> None:
-        self.drop([task_id])
+        self._drop(task_id)
         self._results[task_id] = _Result(owner, specs, tuple(frames))
         self.held_bytes += sum(spec.nbytes for spec in specs)
 
     def result(self, task_id: str, run: str) -> tuple[tuple[TensorSpec, ...], tuple[Any, ...]]:
         """For a client of that run. Raises NotHeld."""
         found = self._results.get(task_id)
-        if found is None or found.owner.split("/", 1)[0] != run:
+        if found is None or found.run != run:
             raise NotHeld(f"the hub has no result {task_id}")
         return found.specs, found.frames
 
-    def drop(self, ids: Iterable[str]) -> None:
+    def drop(self, ids: Iterable[str], run: str) -> None:
+        """For a client of that run: what is not held, or belongs to another run, stays as it is."""
         for task_id in ids:
-            found = self._results.pop(task_id, None)
-            if found is not None:
-                self.held_bytes -= sum(spec.nbytes for spec in found.specs)
+            found = self._results.get(task_id)
+            if found is not None and found.run == run:
+                self._drop(task_id)
 
     def drop_of(self, owner: str) -> None:
-        self.drop([task_id for task_id, result in self._results.items() if result.owner == owner])
+        for task_id in [task_id for task_id, result in self._results.items() if result.owner == owner]:
+            self._drop(task_id)
 
     def announce(self, files: Mapping[str, Path]) -> None:
         """These and no others may be read, under these names."""
@@ -73,3 +84,8 @@ class Spool:
             raise NotHeld(f"{name} cannot be read: {error.strerror}") from error
         specs, frames = wire.pack_tensors([("bytes", piece)])
         return specs, frames[0]
+
+    def _drop(self, task_id: str) -> None:
+        found = self._results.pop(task_id, None)
+        if found is not None:
+            self.held_bytes -= sum(spec.nbytes for spec in found.specs)
