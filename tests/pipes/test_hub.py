@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import CancelledError
 from contextlib import ExitStack
 
 import numpy as np
@@ -517,6 +518,26 @@ def test_a_hub_that_stops_waits_until_its_client_has_what_finished(stack, folder
     client.say("since", seq=finished[-1]["seq"])
     stopping.join(DEADLINE_S / 2)
     assert not stopping.is_alive()
+
+
+def test_a_hub_that_stops_answers_every_question_or_cancels_it(stack, folder, monkeypatch):
+    hub = a_hub(stack, folder)
+    assert hub.status().result(DEADLINE_S).counts == {}
+    asked = []
+    close = Router.close
+
+    def ask_and_close(router):
+        asked.append(hub.status())
+        close(router)
+
+    monkeypatch.setattr(Router, "close", ask_and_close)  # its thread closes, and is still alive
+    hub._commands.put(lambda: (hub._begin_stop(0.0), asked.append(hub.status())))  # is in the mailbox when it closes
+    hub.stop(0.0)
+    asked.append(hub.status())
+    assert len(asked) == 4
+    for answer in asked:
+        with pytest.raises(CancelledError):
+            answer.result(DEADLINE_S)
 
 
 def test_pipes_load_nothing_heavy():

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -83,6 +83,8 @@ class Hub:
             on_end=self._observe,
         )
         self._commands: Mailbox[Callable[[], None]] = Mailbox()
+        self._questions: deque[Future[HubStatus]] = deque()
+        self._closed = False  # nothing more is answered
         self._context: zmq.Context[Any] = zmq.Context()
         self._routers: list[Router] = []
         try:
@@ -145,8 +147,9 @@ class Hub:
     def status(self) -> Future[HubStatus]:
         """How things stand, from the hub's own thread within TICK_MS or so. Cancelled if the hub has stopped."""
         answer: Future[HubStatus] = Future()
-        self._commands.put(lambda: self._answer(answer))
-        if not self.alive():
+        self._questions.append(answer)
+        self._commands.put(self._answer)
+        if self._closed or not self.alive():  # looked at last: what is appended before it closes, it cancels itself
             answer.cancel()
         return answer
 
@@ -161,9 +164,11 @@ class Hub:
 
     # The thread
 
-    def _answer(self, answer: Future[HubStatus]) -> None:
-        if answer.set_running_or_notify_cancel():  # else nobody waits for it any more
-            answer.set_result(self._census(self._clock.now_s))
+    def _answer(self) -> None:
+        while self._questions:
+            answer = self._questions.popleft()
+            if answer.set_running_or_notify_cancel():  # else nobody waits for it any more
+                answer.set_result(self._census(self._clock.now_s))
 
     def _census(self, now_s: float) -> HubStatus:
         kinds, workers = self._ledger.census(now_s)
@@ -221,6 +226,9 @@ class Hub:
         self._stop_at_s = time.monotonic() + drain_s
 
     def _close(self) -> None:
+        self._closed = True
+        while self._questions:
+            self._questions.popleft().cancel()
         for router in self._routers:
             router.close()
         self._commands.close()
