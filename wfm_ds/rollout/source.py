@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 MAX_CHUNK = 32  # samples: their scores fit the head of one message
 ATTACH_S = 60.0
-FETCH_S = 120.0
+FETCH_S = 120.0  # without any of the payloads that are waited for
 ROUND_S = 2.0  # how long ranks wait before they agree whether to go on
 LOOK_S = 0.2  # between looks at the workers
 TASK_S = 7 * 86400.0  # the hub gives up a task after it; the run itself does long before
