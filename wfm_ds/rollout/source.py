@@ -318,14 +318,17 @@ class _Lead:
         self._submit([(chunk, again)])
 
     def _submit(self, tasks: Sequence[tuple[Chunk, str]]) -> None:
+        """A chunk that no message holds is given up by itself: this rank must not leave the others alone."""
         rows = [ChunkWork(chunk.step, self._chunk_members(chunk)).to_json() for chunk, _ in tasks]
         until_s = self.client.now_s() + TASK_S
         requests = [TaskRequest(task_id, KIND, i, i + 1, until_s) for i, (_, task_id) in enumerate(tasks)]
         try:
             self.client.submit(rows, [], requests)
-        except WireError:
+        except WireError as error:
             if len(tasks) == 1:
-                raise
+                log.error("%s cannot be sent: %s", tasks[0][1], error)
+                self.coordinator.give_up(tasks[0][1], f"cannot be sent: {error}")
+                return
             half = len(tasks) // 2  # long prompts: the header has a limit
             self._submit(tasks[:half])
             self._submit(tasks[half:])
