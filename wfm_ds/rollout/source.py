@@ -25,7 +25,7 @@ from wfm_ds.rollout.coordinator import Chunk, Closed, Coordinator
 from wfm_ds.rollout.groups import GroupSource
 from wfm_ds.rollout.identity import identity
 from wfm_ds.rollout.members import Member, StepRollouts, rolled_out, step_members
-from wfm_ds.rollout.packing import ChunkWork, nothing, unpack_trajectory
+from wfm_ds.rollout.packing import ChunkWork, nothing, require_stored, unpack_trajectory
 from wfm_ds.rollout.publisher import Publisher
 from wfm_ds.rollout.scores import unpack_scores
 from wfm_ds.rollout.service import RolloutService, trainer_keys
@@ -170,11 +170,11 @@ class AsyncSource:
         whole = {chunk.task_id: chunk for chunk in chunks if chunk.staleness is not None}
         arrays = {task_id: _arrays(message) for task_id, message in self.client.fetch(whole, FETCH_S).items()}
         for task_id, chunk in whole.items():
-            found = unpack_trajectory(chunk.layout, arrays[task_id])
-            batch = (chunk.stop - chunk.first, *shape)
-            tensors = [found.clean, *(t for s in found.stored for t in (s.latents, s.next_latents))]
-            if any(tuple(t.shape) != batch for t in tensors) or tuple(s.index for s in found.stored) != plan.stored:
-                raise ValueError(f"{task_id} is not what its step stores")
+            try:
+                found = unpack_trajectory(chunk.layout, arrays[task_id])
+                require_stored(found, chunk.stop - chunk.first, plan, shape)
+            except (KeyError, IndexError, TypeError, ValueError) as error:
+                raise ValueError(f"{task_id} is not what its step stores: {type(error).__name__} {error}") from error
         return arrays
 
     def _rollouts(
