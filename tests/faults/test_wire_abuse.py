@@ -8,7 +8,6 @@ import shutil
 import socket
 import struct
 import threading
-import zlib
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -23,7 +22,8 @@ from faults.processes import GIB, PATIENCE_S, modest, until
 from reward_http import TOKEN, Http, enqueue_body, serving
 from wfm_ds.errors import RewardError
 from wfm_ds.pipes.keys import new
-from wfm_ds.pipes.wire import FRAME_BYTES, HEADER_BYTES, MAX_FRAMES, PROTOCOL, encode
+from wfm_ds.pipes.messages import HUB_TO_CLIENT
+from wfm_ds.pipes.wire import FRAME_BYTES, HEADER_BYTES, MAX_FRAMES, PROTOCOL, checksum, decode, encode
 from wfm_ds.recipe import RewardRecipe
 from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.types import MediaBatch
@@ -104,9 +104,9 @@ def metric(service, name):
     return next(f.samples[0].value for f in families if f.name == name)
 
 
-def header(fields, checksum=True):
+def header(fields, right=True):
     packed = fields if isinstance(fields, bytes) else msgpack.packb(fields)
-    return struct.pack("<I", zlib.crc32(packed) if checksum else 1) + packed
+    return struct.pack("<I", checksum(packed) if right else 1) + packed
 
 
 def submission(tensors):
@@ -122,32 +122,42 @@ def nested(depth):
     return value
 
 
-PICTURE = ["media", "uint8", [4, 4, 3], 48, zlib.crc32(bytes(48))]
+PICTURE = ["media", "uint8", [4, 4, 3], 48, checksum(bytes(48))]
+# What is sent, by a name, with what the answer says.
 BAD_MESSAGES = {
-    "random bytes": [os.urandom(300)],
-    "nothing": [b""],
-    "many frames of nothing": [b""] * 300,
-    "no msgpack": [header(b"\xc1\xc1\xc1")],
-    "a wrong checksum": [header({"v": PROTOCOL, "t": "since", "mid": 1, "seq": 0}, checksum=False)],
-    "half a header": [ATTACH[: len(ATTACH) // 2]],
-    "a header that is too large": [header({"v": PROTOCOL, "t": "x" * HEADER_BYTES, "mid": 1})],
-    "more bytes behind it": [header(msgpack.packb({"v": PROTOCOL}) + b"\x00")],
-    "an extension type": [header(b"\x81\xa1v\xc7\x00\x01")],
-    "a deep nest": [header({"v": PROTOCOL, "t": "since", "mid": 1, "seq": nested(500)})],
-    "a number that is none": [header({"v": PROTOCOL, "t": "since", "mid": 1, "seq": float("nan")})],
-    "an unknown type": [header({"v": PROTOCOL, "t": "eval", "mid": 1, "code": "1"})],
-    "a worker's message": [encode("beat", 1, {"progress": []})],
-    "another protocol": [header({"v": 99, "t": "since", "mid": 1, "seq": 0})],
-    "an array that claims ten gigabytes": [submission([["media", "uint8", [10, GIB], 10 * GIB, 0]])],
-    "a list that claims four billion items": [header(b"\x81\xa4rows\xdd\xff\xff\xff\xff")],
-    "a text that claims four gigabytes": [header(b"\x81\xa1t\xdb\xff\xff\xff\xff")],
-    "a gigabyte that is not there": [submission([["media", "uint8", [1, 2**29], 2**29, 0]] * 2)],
-    "an array that is cut off": [submission([PICTURE]), bytes(47)],
-    "an array that is too long": [submission([PICTURE]), bytes(49)],
-    "too many frames": [submission([PICTURE]), *[b"x"] * (MAX_FRAMES + 1)],
-    "a negative dimension": [submission([["media", "uint8", [-4, 4, 3], 48, 0]])],
-    "sizes that overflow": [submission([["media", "uint8", [2**31 - 1] * 8, 48, 0]])],
-    "objects": [submission([["media", "object", [1], 8, 0]]), bytes(8)],
+    "random bytes": ("checksum is wrong", [os.urandom(300)]),
+    "nothing": ("a header of 0 bytes", [b""]),
+    "many frames of nothing": ("a header of 0 bytes", [b""] * 300),
+    "no msgpack": ("is not msgpack", [header(b"\xc1\xc1\xc1")]),
+    "a wrong checksum": ("checksum is wrong", [header({"v": PROTOCOL, "t": "since", "mid": 1, "seq": 0}, right=False)]),
+    "half a header": ("checksum is wrong", [ATTACH[: len(ATTACH) // 2]]),
+    "a header that is too large": (
+        "5 to 65536 are allowed",
+        [header({"v": PROTOCOL, "t": "x" * HEADER_BYTES, "mid": 1})],
+    ),
+    "more bytes behind it": ("is not msgpack", [header(msgpack.packb({"v": PROTOCOL}) + b"\x00")]),
+    "an extension type": ("a value of type ExtType", [header(b"\x81\xa1v\xc7\x00\x01")]),
+    "a deep nest": ("nested deeper than 16", [header({"v": PROTOCOL, "t": "since", "mid": 1, "seq": nested(500)})]),
+    "a number that is none": ("not finite", [header({"v": PROTOCOL, "t": "since", "mid": 1, "seq": float("nan")})]),
+    "an unknown type": ("'eval' is not expected here", [header({"v": PROTOCOL, "t": "eval", "mid": 1, "code": "1"})]),
+    "a worker's message": ("'beat' is not expected here", [encode("beat", 1, {"progress": []})]),
+    "another protocol": ("not a message of protocol", [header({"v": 99, "t": "since", "mid": 1, "seq": 0})]),
+    "an array that claims ten gigabytes": (
+        "more than 1073741824 bytes",
+        [submission([["media", "uint8", [10, GIB], 10 * GIB, 0]])],
+    ),
+    "a list that claims four billion items": ("is not msgpack", [header(b"\x81\xa4rows\xdd\xff\xff\xff\xff")]),
+    "a text that claims four gigabytes": ("is not msgpack", [header(b"\x81\xa1t\xdb\xff\xff\xff\xff")]),
+    "a gigabyte that is not there": (
+        "payload frames of [] bytes",
+        [submission([["media", "uint8", [1, 2**29], 2**29, 0]] * 2)],
+    ),
+    "an array that is cut off": ("payload frames of [47] bytes", [submission([PICTURE]), bytes(47)]),
+    "an array that is too long": ("payload frames of [49] bytes", [submission([PICTURE]), bytes(49)]),
+    "too many frames": ("322 frames", [submission([PICTURE]), *[b"x"] * (MAX_FRAMES + 1)]),
+    "a negative dimension": ("a tensor of shape (-4, 4, 3)", [submission([["media", "uint8", [-4, 4, 3], 48, 0]])]),
+    "sizes that overflow": ("do not fit uint8", [submission([["media", "uint8", [2**31 - 1] * 8, 48, 0]])]),
+    "objects": ("'object' does not travel", [submission([["media", "object", [1], 8, 0]]), bytes(8)]),
 }
 
 
@@ -160,10 +170,12 @@ def test_bad_messages_are_counted_and_dropped(service):
         stranger.send(ATTACH)
         assert stranger.poll(PATIENCE_S * 1000)
         assert b"attached" in stranger.recv()
-        for name, frames in BAD_MESSAGES.items():
+        for name, (says, frames) in BAD_MESSAGES.items():
             stranger.send_multipart(frames)
             assert stranger.poll(PATIENCE_S * 1000), name
-            assert b"reject" in stranger.recv(), name
+            answer = decode(stranger.recv_multipart(), HUB_TO_CLIENT)
+            assert answer.type == "reject", name
+            assert says in answer.fields["why"], name
     context.term()
     assert metric(service, "wfm_pipes_rejected") - rejected == len(BAD_MESSAGES)
     assert metric(service, "wfm_pipes_held_bytes") == 0

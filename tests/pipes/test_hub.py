@@ -307,7 +307,9 @@ def test_a_worker_says_of_a_lease_whose_task_never_reached_it_that_it_has_it_not
     stack.callback(lambda: (worker.stop(), thread.join(DEADLINE_S)))
 
     def hear(message_type):
+        deadline_s = time.monotonic() + DEADLINE_S
         while True:
+            assert time.monotonic() < deadline_s, message_type
             assert router.socket.poll(DEADLINE_S * 1000), message_type
             route, frames = router.receive()
             message = wire.decode([f.buffer for f in frames], WORKER_TO_HUB)
