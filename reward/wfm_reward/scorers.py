@@ -14,6 +14,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -22,7 +23,7 @@ import wfm_ds
 import wfm_reward
 from wfm_ds.errors import RewardError
 from wfm_ds.pipes.hub import Hub
-from wfm_ds.pipes.status import Ended
+from wfm_ds.pipes.status import Ended, HubStatus
 from wfm_reward import registry
 from wfm_reward.config import DecoderConfig, RewardConfig
 
@@ -32,6 +33,7 @@ MAX_DEATHS = 5
 DEATHS_WINDOW_S = 600.0
 MAX_BACK_OFF_S = 60.0
 STALL_GRACE_S = 5.0  # for a worker that hangs to end by itself and leave its stacks in the log
+ANSWER_S = 0.2  # for the hub to say how a worker does
 STOP_S = 3.0  # for an idle process to leave after its stdin is closed
 
 
@@ -81,7 +83,8 @@ class _Scorer:
     ready: bool = False
     started_at_s: float = 0.0
     start_at_s: float = 0.0  # not before
-    kill_at_s: float = float("inf")  # its process has stalled
+    kill_at_s: float = float("inf")  # its process has stalled: not before, and if it still has
+    asked: Future[HubStatus] | None = None  # whether it still has
     worked: bool = False  # its process has finished a task
     quick_deaths: int = 0  # in a row
     starts: int = 0
@@ -140,7 +143,7 @@ class Scorers:
     def tend(self, now_s: float) -> None:
         """Start what is due, bury what has died. Raises RewardError if a reward cannot even start."""
         for scorer in self._scorers:
-            if scorer.process is not None and now_s >= scorer.kill_at_s:
+            if scorer.process is not None and now_s >= scorer.kill_at_s and self._hangs(scorer, now_s):
                 log.error("%s neither works nor ends (pid %d): killed", scorer.name, scorer.process.pid)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(scorer.process.pid, signal.SIGKILL)
@@ -158,7 +161,8 @@ class Scorers:
         return max(0.0, min(planned, default=float("inf")) - now_s)
 
     def stalled(self, worker: str, now_s: float) -> None:
-        """The hub says that a worker hangs. It has been told to end; one that is stopped is killed after a while."""
+        """The hub says that a worker hangs, or never heard of its task. It has been told so: one that hangs ends, one
+        that has not begun the task hands it back. One that does neither for a while is stopped, and is killed."""
         for scorer in self._scorers:
             if scorer.worker == worker:
                 scorer.kill_at_s = min(scorer.kill_at_s, now_s + STALL_GRACE_S)
@@ -210,6 +214,7 @@ class Scorers:
         program = self.programs[scorer.reward]
         scorer.worker, scorer.ready, scorer.started_at_s = uuid.uuid4().hex, False, now_s
         scorer.starts, scorer.kill_at_s, scorer.worked = scorer.starts + 1, float("inf"), False
+        scorer.asked = None
         settings = {
             "endpoint": self.hub.worker_endpoint,
             "worker": scorer.worker,
@@ -230,6 +235,19 @@ class Scorers:
             scorer.process.stdin.write(json.dumps(settings).encode() + b"\n")
             scorer.process.stdin.flush()
         self.selector.register(scorer.process.stdout, selectors.EVENT_READ, lambda: self.read_status(scorer))
+
+    def _hangs(self, scorer: _Scorer, now_s: float) -> bool:
+        """Whether a process still has work that stalled, and has had STALL_GRACE_S to hand it back. The hub knows: it
+        is asked, and heard in a later turn."""
+        asked, scorer.asked = scorer.asked, None
+        if asked is None or not asked.done():
+            scorer.asked, scorer.kill_at_s = asked or self.hub.status(), now_s + ANSWER_S
+            return False
+        idle_s = None if asked.cancelled() else asked.result().workers.get(scorer.worker)
+        stalled_s = 0.0 if idle_s is None else idle_s - self.hub.kinds[self.programs[scorer.reward].kind].stall_s
+        wait_s = STALL_GRACE_S - stalled_s
+        scorer.kill_at_s = now_s + max(0.0, wait_s) if stalled_s > 0 else float("inf")
+        return wait_s <= 0
 
     def _bury(self, scorer: _Scorer, now_s: float) -> None:
         process, scorer.process, scorer.ready = scorer.process, None, False

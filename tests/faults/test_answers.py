@@ -14,6 +14,7 @@ import pytest
 from faults.processes import PATIENCE_S, go_on, stop, until, wait
 from faults.proxy import FaultyProxy
 from wfm_ds.pipes import client as client_module
+from wfm_ds.pipes import requests
 from wfm_ds.pipes.client import PipeClient, TaskRequest
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.sockets import private_folder
@@ -82,8 +83,9 @@ def collect(client, count):
 
 
 def test_whatever_is_lost_doubled_late_or_overtaken_each_task_is_done_once(stack, tmp_path, monkeypatch):
-    for name, seconds in {"SINCE_S": 0.2, "RESUBMIT_S": 0.2, "REFETCH_S": 0.2}.items():
-        monkeypatch.setattr(client_module, name, seconds)
+    for name in ("SINCE_S", "RESUBMIT_S"):
+        monkeypatch.setattr(client_module, name, 0.2)
+    monkeypatch.setattr(requests, "MARK_S", 0.2)
     hub = a_hub(stack, stall_s=4.0)  # then what was lost on its way is given to another
     near_workers = FaultyProxy(f"ipc://{stack.folder}/pw", hub.worker_endpoint, lose={"task": 20})
     stack.callback(near_workers.close)

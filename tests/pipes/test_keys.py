@@ -286,6 +286,19 @@ def test_a_new_pair_is_private_and_never_overwritten(tmp_path):
     assert again.stderr.startswith(f"error: {secret} is there already")
 
 
+@pytest.mark.parametrize("there", ["ann.key_secret", "public/ann.key"])
+def test_half_a_pair_is_named_and_left_as_it_is(tmp_path, there):
+    new(tmp_path, "ann")
+    for file in {"ann.key_secret", "public/ann.key"} - {there}:
+        (tmp_path / file).unlink()
+    content = (tmp_path / there).read_bytes()
+    for _ in range(2):
+        with pytest.raises(KeyFileError, match=f"{re.escape(there)} is there already"):
+            new(tmp_path, "ann")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / there]
+    assert (tmp_path / there).read_bytes() == content
+
+
 @pytest.mark.parametrize("name", ["", "../x", "a b", "a/b", "x" * 65])
 def test_a_name_is_plain(tmp_path, name, capsys):
     assert keys.main(["new", str(tmp_path), name]) == 2

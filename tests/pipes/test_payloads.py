@@ -212,6 +212,60 @@ def test_a_release_that_is_lost_is_repeated(stack, monkeypatch):
         client.fetch(["a"], DEADLINE_S)
 
 
+def test_a_request_that_is_lost_is_repeated_and_no_other(stack, monkeypatch):
+    heard = []
+
+    def deaf_once(self, route, message, *rest):
+        if message.type == "fetch":
+            heard.append(message.fields["id"])
+        if heard != ["a"] or message.type != "fetch":
+            answer(self, route, message, *rest)
+
+    answer = Hub._from_client
+    monkeypatch.setattr(Hub, "_from_client", deaf_once)
+    monkeypatch.setattr("wfm_ds.pipes.requests.MARK_S", 0.05)
+    hub = a_hub(stack)
+    client = a_client(stack, hub)
+    a_worker(stack, hub, ramp)
+    for name, size in (("a", 3), ("b", 4)):
+        submit(client, name, size)
+        assert outcome(client).ok
+    found = client.fetch(["a", "b"], DEADLINE_S)
+    assert {name: len(message.tensors()[0]) for name, message in found.items()} == {"a": 3, "b": 4}
+    assert sorted(heard) == ["a", "a", "b"]
+
+
+def test_payloads_that_keep_coming_are_waited_for_each_as_long_as_the_first(stack, monkeypatch):
+    """The hub answers each of them only when the client, which has got the one before, waits anew."""
+    waits, again = [], threading.Condition()
+
+    def slowly(self, route, message, *rest):
+        if message.type == "fetch":
+            before = "abc".index(message.fields["id"])
+            with again:
+                assert again.wait_for(lambda: len(waits) > before, DEADLINE_S)
+        answer(self, route, message, *rest)
+
+    def waiting(came, silence_s):
+        with again:
+            waits.append(silence_s)
+            again.notify_all()
+        return wait_for(came, silence_s)
+
+    answer = Hub._from_client
+    monkeypatch.setattr(Hub, "_from_client", slowly)
+    hub = a_hub(stack)
+    client = a_client(stack, hub)
+    a_worker(stack, hub, ramp)
+    for name in "abc":
+        submit(client, name, 5)
+        assert outcome(client).ok
+    wait_for = client._changed.wait_for
+    monkeypatch.setattr(client._changed, "wait_for", waiting)
+    assert client.fetch("abc", 4 * DEADLINE_S).keys() == set("abc")
+    assert waits == [4 * DEADLINE_S] * 3
+
+
 def test_the_spool_counts_what_it_holds():
     spool = Spool()
     specs, _ = pack_tensors([("x", np.zeros(10, np.float32))])

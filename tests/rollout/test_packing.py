@@ -9,7 +9,7 @@ import torch
 from wfm_ds.pipes import wire
 from wfm_ds.rollout.groups import Group
 from wfm_ds.rollout.members import rolled_out, step_members
-from wfm_ds.rollout.packing import ChunkWork, nothing, pack_trajectory, unpack_trajectory
+from wfm_ds.rollout.packing import ChunkWork, nothing, pack_trajectory, require_stored, unpack_trajectory
 from wfm_ds.sampling.denoise import Trajectory
 from wfm_ds.sampling.plan import deterministic_plan, stochastic_plan
 from wfm_ds.types import Prompt
@@ -64,6 +64,38 @@ def test_what_is_not_finite_becomes_zero():
     _, arrays = pack_trajectory(Trajectory(clean))
     assert dict(arrays)["clean"][1].min() == 0
     assert np.isfinite(dict(arrays)["clean"]).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "complaint"),
+    [
+        ("clean", lambda t: t[:2], r"its clean are \[2, 2, 3, 4\] torch.float32, not \[3, 2, 3, 4\] float32"),
+        ("points", lambda t: t[..., :3], r"its latents are \[3, 2, 3, 3\]"),
+        ("log_prob", lambda t: t[..., None], r"its log_prob are \[3, 1\] torch.float32, not \[3\]"),
+        ("log_prob", lambda t: t.double(), r"its log_prob are \[3\] torch.float64"),
+        ("mean", lambda t: t.transpose(2, 3), r"its mean are \[3, 3, 2, 4\]"),
+        ("mean", None, "it has no means of its steps"),
+    ],
+)
+def test_arrays_that_a_plan_does_not_store_are_refused_by_name(name, change, complaint):
+    plan = windowed((1, 2), keep_means=True)
+    layout, arrays = pack_trajectory(a_trajectory(plan))
+    good = sent(arrays)
+    require_stored(unpack_trajectory(layout, good), 3, plan, SHAPE)
+    others = {key: tensor for key, tensor in good.items() if key != name}
+    damaged = others if change is None else {**others, name: change(good[name])}
+    with pytest.raises(ValueError, match=complaint):
+        require_stored(unpack_trajectory(layout, damaged), 3, plan, SHAPE)
+
+
+def test_steps_and_means_must_be_those_of_the_plan():
+    plan = windowed((1, 2), keep_means=True)
+    made = a_trajectory(plan)
+    with pytest.raises(ValueError, match=r"it has the steps \[1, 2\], not \[2, 3\]"):
+        require_stored(made, 3, windowed((2, 3), keep_means=True), SHAPE)
+    with pytest.raises(ValueError, match="it has the means of its steps"):
+        require_stored(made, 3, windowed((1, 2)), SHAPE)
+    require_stored(a_trajectory(deterministic_plan("ode", GRID)), 3, deterministic_plan("ode", GRID), SHAPE)
 
 
 def members():

@@ -1,17 +1,22 @@
 """What the trainer tells and asks of the workers that it starts. The processes themselves are in tests/faults."""
 
+import sys
+import threading
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from wfm_ds import recipe_file
 from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.pipes.keys import KeyFileError, new
+from wfm_ds.pipes.sockets import private_folder
 from wfm_ds.preflight import check_workers
 from wfm_ds.recipe import Recipe
+from wfm_ds.rollout import service
 from wfm_ds.rollout.identity import identity, require_same
-from wfm_ds.rollout.service import OF_RANKS, endpoints, spawn_devices, stall_s
+from wfm_ds.rollout.service import OF_RANKS, RolloutService, endpoints, spawn_devices, stall_s
 
 TINY = Path(__file__).parent.parent.parent / "recipes" / "tiny"
 
@@ -47,6 +52,46 @@ def test_keys_about_workers_need_them(key, value):
 def test_a_chunk_may_wait_for_all_that_its_worker_has_before_it(in_flight, ahead):
     recipe = changed(rollout={"in_flight": in_flight, "timeout_s": 100}, reward={"timeout_s": 7})
     assert stall_s(recipe.rollout, recipe.reward) == ahead * 100 + 7
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """Starts a service with two children, in which nothing runs; what there is of it afterwards."""
+    sockets = []
+
+    def folder():
+        sockets.append(private_folder())
+        return sockets[-1]
+
+    def start(*commands):
+        monkeypatch.setattr(service, "private_folder", folder)
+        programs = {f"spawned-{i}.1": command for i, command in enumerate(commands)}
+        monkeypatch.setattr(RolloutService, "command", lambda self, life, device: programs[life])
+        recipe = changed(run={"output_dir": str(tmp_path)}, rollout={"spawn": len(commands), "devices": ["cpu"]})
+        return RolloutService(recipe, {}, "", 1)
+
+    before = set(threading.enumerate())
+    yield start
+    assert sockets
+    assert not sockets[0].exists()
+    assert {t.name for t in set(threading.enumerate()) - before if not t.name.startswith("spawned-")} == set()
+
+
+QUIET = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+
+
+def test_a_child_that_cannot_be_started_leaves_no_hub_and_no_other_child(started, tmp_path):
+    before = {process.pid for process in psutil.Process().children()}
+    with pytest.raises(FileNotFoundError, match="no-such-program"):
+        started(QUIET, ["/no-such-program"])
+    assert {process.pid for process in psutil.Process().children()} <= before
+    assert not (tmp_path / "rollout" / "pipes.json").exists()
+
+
+def test_a_service_that_cannot_be_announced_leaves_no_hub(started, tmp_path):
+    (tmp_path / "rollout" / "pipes.json").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        started(QUIET)
 
 
 def test_ddrl_has_no_workers():

@@ -6,12 +6,13 @@ when the hub has been restarted. Every task ends in exactly one Outcome, or is c
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from wfm_ds.pipes import wire
 from wfm_ds.pipes.clock import OwnClock
 from wfm_ds.pipes.keys import ClientKeys
 from wfm_ds.pipes.messages import HUB_TO_CLIENT
+from wfm_ds.pipes.requests import Request, Requests
 from wfm_ds.pipes.sockets import Dealer, Full, Mailbox, NotAllowed, PipeError, check_endpoint
 from wfm_ds.pipes.wire import Array, Buffer, Message, TensorSpec, WireError
 
@@ -34,11 +36,9 @@ REFUSED_S = 5.0  # a hub that still refuses this client then is not waited for
 SINCE_S = 2.0  # between signs of life
 RESUBMIT_S = 2.0  # until accepted
 FULL_S = 1.0  # before a full hub is asked again
-REFETCH_S = 10.0  # an unanswered request for a payload
 RELEASE_AGAIN_S = 2.0  # until the hub says that it has forgotten them
 IDS_PER_MESSAGE = 100
 MAX_MID = 2**63 - 1
-MAX_FETCHES = 4  # open at once
 MAX_IN_FLIGHT = 4  # submissions sent and not accepted: the rest waits here, not in a socket
 
 
@@ -62,15 +62,6 @@ class Outcome:
     seconds: float
     meta: Mapping[str, Any]
     reason: str
-
-
-@dataclass(slots=True)
-class _Request:
-    """For a payload that the hub holds."""
-
-    type: str
-    fields: Mapping[str, Any]
-    sent_at_s: float = float("-inf")
 
 
 @dataclass(slots=True)
@@ -122,7 +113,7 @@ class PipeClient:
         self._mids = itertools.count(1)
         self._submissions: list[_Submission] = []
         self._where: dict[str, _Submission] = {}
-        self._requests: dict[str, _Request] = {}  # by the id of what is to arrive
+        self._requests = Requests(f"mark/{self._identity['epoch']}")
         self._releasing: dict[str, float] = {}  # when the hub was told last to forget it
         self._arrived: dict[str, Message | str] = {}  # a payload, or why it is missing; under self._changed
         self._attach_at_s = self._since_at_s = float("-inf")
@@ -167,15 +158,15 @@ class PipeClient:
 
     def fetch(self, ids: Iterable[str], timeout_s: float) -> dict[str, Message]:
         """The results of these tasks, by id, whichever client of this run submitted them; to be read by
-        Message.tensors. Raises PipeError unless all are there in time."""
-        return self._collect({task_id: _Request("fetch", {"id": task_id}) for task_id in ids}, timeout_s)
+        Message.tensors. Raises PipeError if one is not there, or when none of them has come for timeout_s."""
+        return self._collect({task_id: Request("fetch", {"id": task_id}) for task_id in ids}, timeout_s)
 
     def read_file(self, name: str, num_bytes: int, timeout_s: float) -> Iterator[Array]:
         """An announced file of that size, uint8 piece by piece. Raises PipeError if a piece does not come within
         timeout_s, and WireError if it was damaged on the way."""
         for offset in range(0, num_bytes, wire.FRAME_BYTES):
             key = f"{name}@{offset}"
-            request = _Request("read", {"file": name, "offset": offset})
+            request = Request("read", {"file": name, "offset": offset})
             yield self._collect({key: request}, timeout_s)[key].tensors()[0]
 
     def release(self, ids: Iterable[str]) -> None:
@@ -200,26 +191,37 @@ class PipeClient:
         self._commands.put(self._leave)
         self._thread.join(timeout_s)
 
-    def _collect(self, requests: dict[str, _Request], timeout_s: float) -> dict[str, Message]:
-        self._commands.put(lambda: self._requests.update(requests))
+    def _collect(self, requests: dict[str, Request], timeout_s: float) -> dict[str, Message]:
+        self._commands.put(lambda: self._requests.add(requests))
         with self._changed:
-            there = self._changed.wait_for(lambda: requests.keys() <= self._arrived.keys(), timeout_s)
+            there = self._await_all(requests.keys(), timeout_s)
             found = {key: self._arrived.pop(key) for key in requests.keys() & self._arrived.keys()}
         if not there:
             self._commands.put(lambda: self._give_up(requests))
             lacking = sorted(requests.keys() - found.keys())
             why = self._trouble if self._silent_s > timeout_s else "the hub did not send them"
-            raise PipeError(f"{len(lacking)} payloads are missing after {timeout_s:g} s, e.g. {lacking[0]}: {why}")
+            missing = f"{len(lacking)} are missing, e.g. {lacking[0]}"
+            raise PipeError(f"no payload has come for {timeout_s:g} s, {missing}: {why}")
         messages = {key: answer for key, answer in found.items() if not isinstance(answer, str)}
         if len(messages) < len(found):
             raise PipeError("; ".join(answer for answer in found.values() if isinstance(answer, str)))
         return messages
 
+    def _await_all(self, wanted: Set[str], silence_s: float) -> bool:
+        """Whether they have arrived; False when for silence_s none of them did. Under self._changed."""
+        while lacking := wanted - self._arrived.keys():
+            if not self._changed.wait_for(functools.partial(self._any_of, lacking), silence_s):
+                return False
+        return True
+
+    def _any_of(self, wanted: Set[str]) -> bool:
+        return not wanted.isdisjoint(self._arrived)
+
     # The talking thread
 
     def _give_up(self, keys: Iterable[str]) -> None:
         for key in keys:
-            self._requests.pop(key, None)
+            self._requests.close(key)
             with self._changed:
                 self._arrived.pop(key, None)  # just now: nobody waits for it
 
@@ -291,9 +293,7 @@ class PipeClient:
             in_flight += 1
             if in_flight >= MAX_IN_FLIGHT:
                 break
-        for request in itertools.islice(self._requests.values(), MAX_FETCHES):
-            if now_s - request.sent_at_s > REFETCH_S and self._send(request.type, request.fields):
-                request.sent_at_s = now_s
+        self._requests.send(now_s, self._send)
         self._repeat_releases(now_s)
         if now_s - self._since_at_s > SINCE_S and self._send("since", {"seq": self._seq}):
             self._since_at_s = now_s
@@ -320,11 +320,12 @@ class PipeClient:
                     self._seq = max(self._seq, fields["items"][-1]["seq"])
                 self._since_at_s = float("-inf")  # acknowledged at once: a hub that stops waits for it
         elif message.type in ("payload", "missing"):
-            if self._requests.pop(fields["id"], None) is not None:  # else a repetition
+            if self._requests.close(fields["id"]):  # else a repetition
                 with self._changed:
                     self._arrived[fields["id"]] = message if message.type == "payload" else fields["why"]
                     self._changed.notify_all()
         elif message.type == "released":
+            self._requests.released(fields["ids"])
             for task_id in fields["ids"]:
                 self._releasing.pop(task_id, None)
         elif not self._session:

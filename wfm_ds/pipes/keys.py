@@ -9,6 +9,7 @@ files are those of pyzmq.
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import re
@@ -115,6 +116,9 @@ def new(folder: Path, name: str) -> tuple[Path, Path]:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         public_file.parent.mkdir(exist_ok=True)
+        for file in (secret_file, public_file):  # of both, before one of them is written
+            if file.exists():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(file))
         _write(
             secret_file, f'curve\n    public-key = "{public.decode()}"\n    secret-key = "{secret.decode()}"\n', 0o600
         )

@@ -81,6 +81,23 @@ def unpack_trajectory(layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
     return Trajectory(tensors["clean"], stored)
 
 
+def require_stored(found: Trajectory, count: int, plan: FlowPlan, shape: Sequence[int]) -> None:
+    """Raises ValueError unless it is what `plan` stores of `count` samples with latents [*shape], as float32."""
+    if tuple(s.index for s in found.stored) != plan.stored:
+        raise ValueError(f"it has the steps {[s.index for s in found.stored]}, not {list(plan.stored)}")
+    if any((s.mean is None) == plan.keep_means for s in found.stored):
+        raise ValueError(f"it has {'no' if plan.keep_means else 'the'} means of its steps")
+    latents = [("clean", found.clean)]
+    for stored in found.stored:
+        latents += [("latents", stored.latents), ("next_latents", stored.next_latents)]
+        latents += [("mean", stored.mean)] if stored.mean is not None else []
+    wanted = [(name, tensor, (count, *shape)) for name, tensor in latents]
+    wanted += [("log_prob", stored.log_prob, (count,)) for stored in found.stored]
+    for name, tensor, size in wanted:
+        if tuple(tensor.shape) != size or tensor.dtype != torch.float32:
+            raise ValueError(f"its {name} are {list(tensor.shape)} {tensor.dtype}, not {list(size)} float32")
+
+
 def nothing(member: Member, plan: FlowPlan, shape: Sequence[int], device: torch.device) -> Rollout:
     """In place of a sample that could not be made: zeros that keep ranks equal. It has no reward, so weight 0."""
     zeros, zero = torch.zeros(tuple(shape), device=device), torch.zeros((), device=device)

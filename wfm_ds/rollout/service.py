@@ -47,7 +47,7 @@ class RolloutService:
         workers share this machine.
 
         Raises PipeError if rollout.bind cannot be bound, KeyFileError if rollout.keys cannot be used, RecipeError for a
-        device that has to be named.
+        device that has to be named, OSError if a file cannot be written or a child not started; nothing is left then.
         """
         assert recipe.rollout is not None
         assert recipe.reward is not None
@@ -75,12 +75,13 @@ class RolloutService:
             self._remove_sockets()
             raise
         self.hub.start()
-        content = {"clients": self.hub.client_endpoint, "workers": workers, "pid": os.getpid()}
-        with atomic.new_file(Path(self.endpoint)) as part:
-            part.chmod(0o600)
-            part.write_text(json.dumps(content))
-        for i in range(self.settings.spawn):
-            self.children.append(Child(self, f"spawned-{i}", self.devices[i % len(self.devices)]))
+        try:
+            self._announce({"clients": self.hub.client_endpoint, "workers": workers, "pid": os.getpid()})
+            for i in range(self.settings.spawn):
+                self.children.append(Child(self, f"spawned-{i}", self.devices[i % len(self.devices)]))
+        except BaseException:
+            self.stop()
+            raise
 
     def command(self, name: str, device: str) -> list[str]:
         recipe, endpoint = str(self.recipe.run.output_dir / "recipe.yaml"), self.endpoint
@@ -110,10 +111,15 @@ class RolloutService:
         for child in self.children:
             child.stop()
         self.hub.stop(DRAIN_S)
-        Path(self.endpoint).unlink(missing_ok=True)
         self._remove_sockets()
+        Path(self.endpoint).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # the logs of workers stay
             self.folder.rmdir()
+
+    def _announce(self, content: Mapping[str, Any]) -> None:
+        with atomic.new_file(Path(self.endpoint)) as part:
+            part.chmod(0o600)
+            part.write_text(json.dumps(content))
 
     def _observe(self, ended: Ended) -> None:
         """In the hub's thread."""

@@ -25,7 +25,7 @@ from wfm_ds.rollout.coordinator import Chunk, Closed, Coordinator
 from wfm_ds.rollout.groups import GroupSource
 from wfm_ds.rollout.identity import identity
 from wfm_ds.rollout.members import Member, StepRollouts, rolled_out, step_members
-from wfm_ds.rollout.packing import ChunkWork, nothing, unpack_trajectory
+from wfm_ds.rollout.packing import ChunkWork, nothing, require_stored, unpack_trajectory
 from wfm_ds.rollout.publisher import Publisher
 from wfm_ds.rollout.scores import unpack_scores
 from wfm_ds.rollout.service import RolloutService, trainer_keys
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 MAX_CHUNK = 32  # samples: their scores fit the head of one message
 ATTACH_S = 60.0
-FETCH_S = 120.0
+FETCH_S = 120.0  # without any of the payloads that are waited for
 ROUND_S = 2.0  # how long ranks wait before they agree whether to go on
 LOOK_S = 0.2  # between looks at the workers
 TASK_S = 7 * 86400.0  # the hub gives up a task after it; the run itself does long before
@@ -170,11 +170,11 @@ class AsyncSource:
         whole = {chunk.task_id: chunk for chunk in chunks if chunk.staleness is not None}
         arrays = {task_id: _arrays(message) for task_id, message in self.client.fetch(whole, FETCH_S).items()}
         for task_id, chunk in whole.items():
-            found = unpack_trajectory(chunk.layout, arrays[task_id])
-            batch = (chunk.stop - chunk.first, *shape)
-            tensors = [found.clean, *(t for s in found.stored for t in (s.latents, s.next_latents))]
-            if any(tuple(t.shape) != batch for t in tensors) or tuple(s.index for s in found.stored) != plan.stored:
-                raise ValueError(f"{task_id} is not what its step stores")
+            try:
+                found = unpack_trajectory(chunk.layout, arrays[task_id])
+                require_stored(found, chunk.stop - chunk.first, plan, shape)
+            except (KeyError, IndexError, TypeError, ValueError) as error:
+                raise ValueError(f"{task_id} is not what its step stores: {type(error).__name__} {error}") from error
         return arrays
 
     def _rollouts(
@@ -318,14 +318,17 @@ class _Lead:
         self._submit([(chunk, again)])
 
     def _submit(self, tasks: Sequence[tuple[Chunk, str]]) -> None:
+        """A chunk that no message holds is given up by itself: this rank must not leave the others alone."""
         rows = [ChunkWork(chunk.step, self._chunk_members(chunk)).to_json() for chunk, _ in tasks]
         until_s = self.client.now_s() + TASK_S
         requests = [TaskRequest(task_id, KIND, i, i + 1, until_s) for i, (_, task_id) in enumerate(tasks)]
         try:
             self.client.submit(rows, [], requests)
-        except WireError:
+        except WireError as error:
             if len(tasks) == 1:
-                raise
+                log.error("%s cannot be sent: %s", tasks[0][1], error)
+                self.coordinator.give_up(tasks[0][1], f"cannot be sent: {error}")
+                return
             half = len(tasks) // 2  # long prompts: the header has a limit
             self._submit(tasks[:half])
             self._submit(tasks[half:])

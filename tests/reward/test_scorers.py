@@ -1,0 +1,119 @@
+"""Which of the processes that seem to hang are killed. Real hangs are in tests/faults/test_reward_service.py."""
+
+import itertools
+import queue
+import selectors
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import zmq
+
+from faults.processes import until
+from wfm_ds.pipes import wire
+from wfm_ds.pipes.client import PipeClient, TaskRequest
+from wfm_ds.pipes.hub import Hub, Kind
+from wfm_ds.pipes.messages import HUB_TO_WORKER
+from wfm_ds.pipes.sockets import Dealer, Full, private_folder
+from wfm_reward import scorers
+
+KIND = "score:quiet"
+PATIENCE_S = 30.0
+
+
+class Voice:
+    """Speaks to the hub for the worker of that id."""
+
+    def __init__(self, stack, hub, worker):
+        self.context, self.mids = zmq.Context(), itertools.count(1)
+        self.dealer = Dealer(self.context, hub.worker_endpoint)
+        stack.callback(self.context.term)
+        stack.callback(self.dealer.close)
+        self.say("hello", worker=worker, life=worker, name="quiet", kinds=[KIND], credit=1, held=[])
+
+    def say(self, message_type, **fields):
+        def sent():
+            try:
+                self.dealer.send(wire.encode(message_type, next(self.mids), fields))
+            except Full:  # not connected yet
+                return False
+            return True
+
+        until(sent)
+
+    def hear(self, message_type):
+        def heard():
+            frames = self.dealer.receive()
+            message = frames and wire.decode([frame.buffer for frame in frames], HUB_TO_WORKER)
+            return message and message.type == message_type and message.fields
+
+        return until(heard)
+
+
+@pytest.fixture
+def stack(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+    monkeypatch.setattr(scorers, "STALL_GRACE_S", 0.3)
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def stalls():
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def hub(stack, stalls):
+    folder = private_folder()
+    stack.callback(folder.rmdir)
+    sockets = {"clients": f"ipc://{folder}/c", "workers": f"ipc://{folder}/w"}
+    hub = Hub(**sockets, kinds={KIND: Kind(0.5, {})}, on_stall=stalls.put)
+    hub.start()
+    stack.callback(hub.stop, 0.0)
+    return hub
+
+
+@pytest.fixture
+def pool(stack, hub):
+    program = scorers.Program("reward quiet", KIND, "quiet_worker", {}, "cpu", 1)
+    selector = stack.enter_context(selectors.DefaultSelector())
+    pool = scorers.Scorers(hub, {"quiet": program}, selector, all_were_ready=True)
+    stack.callback(pool.stop)
+    pool.tend(time.monotonic())
+    return pool
+
+
+@pytest.fixture
+def voice(stack, hub, pool, stalls):
+    """Of a worker whose task has just stalled."""
+    client = PipeClient(hub.client_endpoint, run="run", client="ann")
+    stack.callback(client.close)
+    client.attach(PATIENCE_S)
+    client.submit([{}], [], [TaskRequest("t", KIND, 0, 1, client.now_s() + 10 * PATIENCE_S)])
+    voice = Voice(stack, hub, pool.states()[0].worker)
+    assert voice.hear("stalled") == {"id": "t", "attempt": 1}
+    pool.stalled(stalls.get(timeout=PATIENCE_S), time.monotonic())
+    return voice
+
+
+def tended(pool):
+    pool.tend(time.monotonic())
+    return pool
+
+
+def test_a_worker_whose_task_did_not_arrive_lives_on(pool, voice):
+    before = pool.states()
+    voice.say("failed", id="t", attempt=1, reason="it did not arrive", detail="", fatal=False)
+    assert voice.hear("task")["attempt"] == 2
+    voice.say("result", id="t", attempt=2, seconds=0.1, meta={})
+    assert voice.hear("ack") == {"ids": ["t"]}
+    until(lambda: tended(pool).next_start_s(0.0) == float("inf"))
+    assert pool.states() == before
+
+
+def test_a_worker_that_keeps_its_task_and_says_nothing_is_killed(pool, voice):
+    pid = pool.states()[0].pid
+    assert pid is not None
+    until(lambda: tended(pool).states()[0].pid != pid)

@@ -1,0 +1,65 @@
+"""What rank 0 asks of the workers. Whole runs are in tests/distributed/test_async.py."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from faults.processes import until
+from wfm_ds import recipe_file
+from wfm_ds.pipes.client import PipeClient
+from wfm_ds.pipes.hub import Hub, Kind
+from wfm_ds.pipes.sockets import private_folder
+from wfm_ds.recipe import Recipe
+from wfm_ds.rollout.groups import Group
+from wfm_ds.rollout.source import _Lead
+from wfm_ds.rollout.worker import KIND
+from wfm_ds.types import Prompt
+
+RECIPE = Path(__file__).parent.parent.parent / "recipes" / "tiny" / "sd3_nft_async.yaml"
+DEADLINE_S = 30.0
+
+
+class Prompts:
+    """One that no message holds among others."""
+
+    def __init__(self, count):
+        self.texts = ["x" * 2**17, *(f"color {i}" for i in range(1, count))]
+
+    def groups(self, step):
+        return [Group(prompt=Prompt(id=f"{step}/{i}", text=text)) for i, text in enumerate(self.texts)]
+
+
+@pytest.fixture
+def hub():
+    with ExitStack() as stack:
+        folder = private_folder()
+        stack.callback(folder.rmdir)
+        hub = Hub(clients=f"ipc://{folder}/c", workers=f"ipc://{folder}/w", kinds={KIND: Kind(60.0, {})})
+        hub.start()
+        stack.callback(hub.stop, 0.0)
+        yield hub
+
+
+def test_a_prompt_too_long_for_a_message_is_given_up_by_name_and_the_others_are_sent(hub):
+    recipe = Recipe.model_validate(recipe_file.load(RECIPE).model_dump(mode="json"))
+    count = recipe.rollout.prompts_per_step
+    assert count > 1
+    client = PipeClient(hub.client_endpoint, run="run", client="rank0")
+    try:
+        client.attach(DEADLINE_S)
+        lead = _Lead(SimpleNamespace(recipe=recipe), "life", Prompts(count), client, SimpleNamespace(hub=hub))
+        lead.published(0)
+        steps = range(1, lead.coordinator.next_step)
+        for step in steps:
+            assert lead.coordinator.waiting(step) == lead.coordinator.waiting(1) > 0
+            waiting, closed = (getattr(lead.coordinator._steps[step], name) for name in ("waiting", "closed"))
+            assert {chunk.group for chunk in waiting} == set(range(1, count))
+            assert {chunk.group for chunk in closed} == {0}
+            for chunk in closed.values():
+                assert chunk.reason.startswith("cannot be sent: submit: a header of ")
+        sent = sum(lead.coordinator.waiting(step) for step in steps)
+        until(lambda: hub.status().result(DEADLINE_S).counts.get("submitted") == sent)
+    finally:
+        client.close()
