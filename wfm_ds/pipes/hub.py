@@ -71,6 +71,7 @@ class Hub:
         None: its supervisor alone decides. One that comes back is a worker again.
         """
         self.id = uuid.uuid4().hex
+        self.kinds = kinds
         self.rejected: Counter[str] = Counter()
         self.error: Exception | None = None
         self.dismissed = False  # there will be no more work
