@@ -38,7 +38,7 @@ MAY_CHANGE = (
     *("engine.deepspeed", "engine.micro_batch_size", "engine.gradient_accumulation", "engine.max_forward_batch"),
     *("engine.sequence_parallel", "engine.guard"),
     *("reward.spawn", "reward.endpoint", "reward.keys", "reward.timeout_s", "reward.start_timeout_s"),
-    *("rollout.spawn", "rollout.devices", "rollout.bind", "rollout.keys", "rollout.in_flight"),
+    *("rollout.spawn", "rollout.devices", "rollout.bind", "rollout.keys", "rollout.policy_folder", "rollout.in_flight"),
     *("rollout.lost_after_s", "rollout.timeout_s"),
 )
 # Which images are held out decides which are trained on.

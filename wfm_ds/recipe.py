@@ -166,6 +166,9 @@ class RolloutRecipe(Section):
     keys: UserPath | None = None
     """async, with a `tcp://` address: the folder of the trainer's key, hub.key_secret, and of the public ones of those
     who may join (docs/async.md). Every node needs it."""
+    policy_folder: UserPath | None = None
+    """async: where the policy is written for the workers after each step, in a folder of this run's own: below /dev/shm
+    for workers of this machine, or on a file system that all share. Unset: in run.output_dir."""
     in_flight: Annotated[int, Field(ge=1, le=16)] = 2
     """async: chunks that a worker has in hand: one is denoised while the others wait for their scores."""
     lost_after_s: PositiveFloat = 30.0

@@ -10,7 +10,17 @@ if TYPE_CHECKING:
 OF_ROLLOUTS = ("solver", "noise_level", "window", "same_noise")
 OF_PROMPT_SETS = ("name", "split")
 OF_MEDIA = ("fps", "allow_repeats", "clip", "crop", "buckets", "max_upscale", "cache_latents")
-OF_ASYNC = ("max_staleness", "spawn", "devices", "bind", "keys", "in_flight", "lost_after_s", "timeout_s")
+OF_ASYNC = (
+    "max_staleness",
+    "spawn",
+    "devices",
+    "bind",
+    "keys",
+    "policy_folder",
+    "in_flight",
+    "lost_after_s",
+    "timeout_s",
+)
 OF_HELD_OUT_MEDIA = ("path", "holdout", "num_images")
 
 

@@ -91,10 +91,15 @@ def test_a_worker_generates_what_a_rank_trains_on(one_rank, tiny_pipelines, tmp_
             f"data.path={ROOT / 'recipes' / 'tiny' / 'prompts' / 'colors'}",
             *[*COMMON, *ON_POLICY, "run.steps=2", "logging.tensorboard=false", "validation.num_prompts=1"],
             *["reward.functions=[{name: jpeg_compressibility}]", "rollout.spawn=0"],
-            *["rollout.bind=tcp://127.0.0.1:0", f"rollout.keys={keys}"],
+            *[
+                "rollout.bind=tcp://127.0.0.1:0",
+                f"rollout.keys={keys}",
+                f"rollout.policy_folder={tmp_path / 'policies'}",
+            ],
         ],
         output=str(output),
     )
+    assert list((tmp_path / "policies").iterdir()) == []  # written there, and removed
     assert (ended["status"], ended["step"], ended["codes"]) == ("finished", 2, [0])
     steps = updates(output)
     assert [(s["rollout/staleness_max"], s["rollout/workers"], s["rollout/samples"]) for s in steps] == [(0, 1, 8)] * 2

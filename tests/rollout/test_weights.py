@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from wfm_ds import recipe_file
 from wfm_ds.checkpoint.export import export
 from wfm_ds.checkpoint.target import ExportTarget
 from wfm_ds.models import registry
@@ -13,10 +14,11 @@ from wfm_ds.pipes.client import PipeClient
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.sockets import private_folder
 from wfm_ds.pipes.worker import TaskFailed
-from wfm_ds.rollout.publisher import Manifest, described
+from wfm_ds.rollout.publisher import Manifest, described, publications
 from wfm_ds.rollout.weights import PolicyWeights
 
 RANK = 2
+TINY = Path(__file__).parents[2] / "recipes" / "tiny" / "sd3_nft_async.yaml"
 
 
 def loaded(path, dtype=torch.float32):
@@ -132,3 +134,15 @@ def test_names_that_lead_elsewhere_are_refused(offered, tiny_pipelines, tmp_path
         strange["files"][0][0] = name
         with pytest.raises(TaskFailed, match="strange"):
             weights.use(Manifest.of_json(strange))
+
+
+def test_each_run_has_a_folder_of_its_own_where_all_publish(tmp_path):
+    def folder(output, policies):
+        recipe = recipe_file.load(TINY, [f"run.output_dir={tmp_path / output}", f"rollout.policy_folder={policies}"])
+        return publications(recipe)
+
+    one, other = (folder(f"{name}/run", tmp_path / "policies") for name in ("a", "b"))
+    assert one.parent == other.parent == tmp_path / "policies"
+    assert one != other
+    assert folder("a/run", tmp_path / "policies") == one, "a later life of a run finds what an earlier one left"
+    assert folder("a/run", "null") == tmp_path / "a" / "run" / "policy"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from wfm_ds.checkpoint.target import ExportTarget
 from wfm_ds.errors import UserError
 from wfm_ds.job import Job
 from wfm_ds.pipes.hub import Hub
+from wfm_ds.recipe import Recipe
 from wfm_ds.traces import POLICY
 
 HASH_BYTES = 1 << 20
@@ -52,13 +54,13 @@ class Manifest:
 
 
 class Publisher:
-    """Writes `policy/v<N>/` after RL step N, complete or absent, and tells the hub. Every rank calls `publish`."""
+    """Writes `v<N>/` after RL step N, complete or absent, and tells the hub. Every rank calls `publish`."""
 
     def __init__(self, job: Job, policy: str, life: str, hub: Hub | None) -> None:
-        """`policy`: the one that samples. `hub`: on rank 0. What another life left is removed."""
+        """Collective. `policy`: the one that samples. `hub`: on rank 0. What another life left is removed."""
         assert job.recipe.rollout is not None
         self.job, self.policy, self.life, self.hub = job, policy, life, hub
-        self.root = job.recipe.run.output_dir / POLICY
+        self.root = Path(job.world.broadcast(str(publications(job.recipe))))
         self.kept: list[Manifest] = []
         # The newest, the S before it that samples in hand may come from, and one that a worker may still be reading.
         self.num_kept = job.recipe.rollout.max_staleness + 2
@@ -86,7 +88,7 @@ class Publisher:
         try:
             files = described(folder)
         except OSError as error:
-            raise UserError(f"{folder} cannot be read ({error}); check the disk of run.output_dir") from error
+            raise UserError(f"{folder} cannot be read ({error}); check its disk") from error
         newest = Manifest(self.life, publication, str(folder.absolute()), files)
         self.kept.append(newest)
         old, self.kept = self.kept[: -self.num_kept], self.kept[-self.num_kept :]
@@ -95,9 +97,20 @@ class Publisher:
         for manifest in old:
             shutil.rmtree(manifest.folder, ignore_errors=True)
 
-    def remove(self) -> None:
-        """Nobody needs them any more."""
-        shutil.rmtree(self.root, ignore_errors=True)
+
+def publications(recipe: Recipe) -> Path:
+    """Where this run's are: the same for each of its lives on this machine, and for no other run."""
+    assert recipe.rollout is not None
+    output, folder = recipe.run.output_dir.absolute(), recipe.rollout.policy_folder
+    if folder is None:
+        return output / POLICY
+    own = hashlib.sha256(f"{socket.gethostname()}:{output}".encode()).hexdigest()
+    return folder.absolute() / f"{output.name}-{own[:12]}"
+
+
+def remove_publications(recipe: Recipe) -> None:
+    """Once nobody reads them any more."""
+    shutil.rmtree(publications(recipe), ignore_errors=True)
 
 
 def described(folder: Path) -> tuple[PolicyFile, ...]:

@@ -26,7 +26,7 @@ from wfm_ds.rollout.groups import GroupSource
 from wfm_ds.rollout.identity import identity
 from wfm_ds.rollout.members import Member, StepRollouts, rolled_out, step_members
 from wfm_ds.rollout.packing import ChunkWork, nothing, require_stored, unpack_trajectory
-from wfm_ds.rollout.publisher import Publisher
+from wfm_ds.rollout.publisher import Publisher, remove_publications
 from wfm_ds.rollout.scores import unpack_scores
 from wfm_ds.rollout.service import RolloutService, trainer_keys
 from wfm_ds.rollout.worker import KIND
@@ -99,7 +99,6 @@ class AsyncSource:
         if step >= self.job.recipe.run.steps:
             if self.service is not None:
                 self.service.hub.dismiss_workers("the run is complete")
-                self.publisher.remove()
             return
         with self.job.timer("publish"):
             self.publisher.publish(step)
@@ -362,6 +361,7 @@ def async_source(
 
     service: RolloutService | None = world.checked(start, on="main")
     if service is not None:
+        resources.callback(remove_publications, job.recipe)  # after the next line's: in reverse order
         resources.callback(service.stop)
     endpoint = world.broadcast(service.endpoint if service is not None else None)
     keys = world.checked(lambda: trainer_keys(settings))
