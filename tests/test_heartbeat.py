@@ -113,7 +113,7 @@ def test_a_killed_rank_0_is_named_too(three):
         assert rank.process.wait(WAIT_S) == 1
 
 
-@pytest.mark.parametrize("stopped", [0, 2])
+@pytest.mark.parametrize("stopped", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_stopped_rank_is_named(three, stopped):
     ranks = three(silent_s=8.0)
     os.kill(ranks[stopped].process.pid, signal.SIGSTOP)
@@ -125,6 +125,7 @@ def test_a_stopped_rank_is_named(three, stopped):
             assert rank.process.wait(WAIT_S) == 1
 
 
+@pytest.mark.slow
 def test_a_job_that_is_suspended_as_a_whole_goes_on(three):
     ranks = three(silent_s=8.0)
     for rank in reversed(ranks):

@@ -57,11 +57,11 @@ def train_through(config, lora, dtype, spoils):
 @pytest.mark.parametrize(
     ("stage", "lora", "dtype"),
     [
-        ("zero1", True, "float32"),
-        ("zero1", False, "bfloat16"),
+        pytest.param("zero1", True, "float32", marks=pytest.mark.slow),
+        pytest.param("zero1", False, "bfloat16", marks=pytest.mark.slow),
         ("zero2", False, "float32"),
-        ("zero2", True, "bfloat16"),
-        ("zero3", False, "float32"),
+        pytest.param("zero2", True, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("zero3", False, "float32", marks=pytest.mark.slow),
         ("zero3", True, "bfloat16"),
     ],
 )

@@ -196,6 +196,7 @@ def test_second_run_into_the_same_folder_is_refused_and_the_first_kept(finished)
     assert (finished / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.slow
 def test_finished_run_is_not_trained_again_by_the_same_command(finished):
     before = {path: path.read_bytes() for path in finished.glob("*.json*")}
     process = run("--num_gpus", "2", "-m", "wfm_ds.train", RECIPE, f"run.output_dir={finished}")
@@ -244,6 +245,7 @@ def test_check_prints_the_numbers_and_writes_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_request_to_stop_saves_at_a_step_boundary_and_the_same_command_goes_on(tmp_path):
     """SIGTERM to the command: both ranks finish their step, save, export, and the command returns 0."""
     folder = tmp_path / "out"

@@ -221,8 +221,8 @@ def test_a_request_that_is_lost_is_repeated_and_no_other(stack, monkeypatch):
         if heard != ["a"] or message.type != "fetch":
             answer(self, route, message, *rest)
 
-    answer = Hub._from_client
-    monkeypatch.setattr(Hub, "_from_client", deaf_once)
+    answer = Clients._on_message
+    monkeypatch.setattr(Clients, "_on_message", deaf_once)
     monkeypatch.setattr("wfm_ds.pipes.requests.MARK_S", 0.05)
     hub = a_hub(stack)
     client = a_client(stack, hub)
@@ -252,8 +252,8 @@ def test_payloads_that_keep_coming_are_waited_for_each_as_long_as_the_first(stac
             again.notify_all()
         return wait_for(came, silence_s)
 
-    answer = Hub._from_client
-    monkeypatch.setattr(Hub, "_from_client", slowly)
+    answer = Clients._on_message
+    monkeypatch.setattr(Clients, "_on_message", slowly)
     hub = a_hub(stack)
     client = a_client(stack, hub)
     a_worker(stack, hub, ramp)
