@@ -13,9 +13,9 @@ PATIENCE_S = 60.0  # ends a hang; a busy machine is no failure
 MIB, GIB = 2**20, 2**30
 
 
-def until(condition):
-    """What it returned, once that is true. Fails after PATIENCE_S."""
-    deadline_s = time.monotonic() + PATIENCE_S
+def until(condition, patience_s=PATIENCE_S):
+    """What it returned, once that is true. Fails after patience_s."""
+    deadline_s = time.monotonic() + patience_s
     tick = threading.Event()
     while not (value := condition()):
         assert time.monotonic() < deadline_s, "it did not happen"

@@ -4,23 +4,15 @@ import json
 import os
 import subprocess
 import sys
-import threading
-import time
+from functools import partial
 from pathlib import Path
+
+from faults import processes
 
 ROOT = Path(__file__).parent.parent.parent
 PROBES = ROOT / "tests" / "reward"
 PATIENCE_S = 300  # a busy machine is no failure
-
-
-def until(condition):
-    """What it returned, once that is true. Fails after PATIENCE_S."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    tick = threading.Event()
-    while not (value := condition()):
-        assert time.monotonic() < deadline_s, "it did not happen"
-        tick.wait(0.05)
-    return value
+until = partial(processes.until, patience_s=PATIENCE_S)
 
 
 def start(stack, log, *words):

@@ -3,13 +3,12 @@
 import os
 import signal
 import sys
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from faults.processes import PATIENCE_S, until
 from wfm_ds import recipe_file
 from wfm_ds.pipes.client import PipeClient, TaskRequest
 from wfm_ds.recipe import RewardRecipe
@@ -20,7 +19,6 @@ from wfm_ds.types import MediaBatch
 
 TESTS = Path(__file__).parent.parent
 TINY = TESTS.parent / "recipes" / "tiny" / "sd3_nft_async.yaml"
-PATIENCE_S = 60
 # A worker of one lane that does nothing, well.
 WORKER = """
 import signal, sys
@@ -42,16 +40,6 @@ def rollouts(tmp_path):
     one = Rollouts(recipe_file.load(TINY, words), {}, "", num_ranks=1)
     yield one
     one.stop()
-
-
-def until(condition):
-    """What it returned, once that is true. Fails after PATIENCE_S."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    tick = threading.Event()
-    while not (value := condition()):
-        assert time.monotonic() < deadline_s, "it did not happen"
-        tick.wait(0.02)
-    return value
 
 
 def hit(rollouts, life, number=signal.SIGKILL):
