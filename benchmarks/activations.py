@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import report
-from wfm_ds.world import free_port
+from wfm_ds.distributed.world import free_port
 
 SIDE = 32  # rows and columns of a latent frame; patches are 2 x 2
 WIDER = {"num_attention_heads": 8, "ffn_dim": 512, "num_layers": 4}  # than the tiny pipeline's, for up to 8 ranks
@@ -74,9 +74,9 @@ def measure(num_ranks: int, frames: int, *, checkpointing: bool) -> dict[str, in
     """One rank's part: live bytes of one forward and backward pass; the ranks share the tokens."""
     from diffusers import WanTransformer3DModel
 
+    from wfm_ds.distributed.world import World
     from wfm_ds.models.tiny.wan21 import TRANSFORMER
     from wfm_ds.ulysses.install import install
-    from wfm_ds.world import World
 
     world = World.join().in_replicas(num_ranks)
     torch.manual_seed(0)

@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import report
-from wfm_ds.world import free_port
+from wfm_ds.distributed.world import free_port
 
 if TYPE_CHECKING:
-    from wfm_ds.engine import DenoiserEngine
+    from wfm_ds.engine.engine import DenoiserEngine
 
 RANKS = 2
 EXPORTS = ("by_deepspeed", "by_convert", "live")
@@ -83,9 +83,9 @@ def save(folder: Path) -> None:
     from wfm_ds.checkpoint.export import export
     from wfm_ds.checkpoint.state import capture
     from wfm_ds.checkpoint.target import ExportTarget
-    from wfm_ds.engine import DenoiserEngine
-    from wfm_ds.recipe import Recipe
-    from wfm_ds.world import World
+    from wfm_ds.distributed.world import World
+    from wfm_ds.engine.engine import DenoiserEngine
+    from wfm_ds.recipe.schema import Recipe
 
     world = World.join()
     dtype = torch.bfloat16  # of what computes; what is saved and exported are the float32 masters

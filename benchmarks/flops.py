@@ -4,8 +4,9 @@ python -m benchmarks.flops RECIPE [section.key=value ...]     one recipe, purpos
 python -m benchmarks.flops RECIPE RECIPE ...                  one row a recipe
 python -m benchmarks.flops --model sd35m --algo nft           a released model with an algorithm's published batch
 
-Forwards follow from the recipe (wfm_ds/forwards.py), FLOPs of one from the denoiser's operators (wfm_ds/flops.py).
-Neither weights nor a GPU are needed; a model folder that is not on this disk is known by its name (released.py).
+Forwards follow from the recipe (wfm_ds/training/forwards.py), FLOPs of one from the denoiser's operators
+(wfm_ds/training/flops.py). Neither weights nor a GPU are needed; a model folder that is not on this disk is known by
+its name (released.py).
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from torch import Tensor
 
 from benchmarks.released import RELEASED, Released
 from benchmarks.report import table
-from wfm_ds import recipe_file
 from wfm_ds.algorithms import build_rl
-from wfm_ds.derived import Derived, derive
+from wfm_ds.engine.policy import add_adapters
 from wfm_ds.errors import RecipeError, UserError
-from wfm_ds.flops import Flops, count_flops, work_of
-from wfm_ds.forwards import Forwards, added, evaluation, guided_by, rl_step, sft_step
 from wfm_ds.models.base import DiffusionModel
-from wfm_ds.policy import add_adapters
-from wfm_ds.preflight import load_model
-from wfm_ds.recipe import Recipe
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.derived import Derived, derive
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.run.model import load_model
+from wfm_ds.training.flops import Flops, count_flops, work_of
+from wfm_ds.training.forwards import Forwards, added, evaluation, guided_by, rl_step, sft_step
 
 PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
 RL = {

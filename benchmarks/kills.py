@@ -56,8 +56,15 @@ LOST, EQUAL = "steps to do again, at most", "runs, all equal"
 SUMMED = (KILLS, IN_SAVE, BEFORE_FIRST, EQUAL)
 # What a run imports, so that forks need not.
 WARM = (
-    *("wfm_ds.train", "wfm_ds.preflight", "wfm_ds.job", "wfm_ds.sft", "wfm_ds.rl", "wfm_ds.rollout.colocated"),
-    *("wfm_ds.checkpoint.exporter", "wfm_ds.models.sd3", "wfm_ds.data.digits"),
+    *(
+        "wfm_ds.train",
+        "wfm_ds.training.preflight",
+        "wfm_ds.run.job",
+        "wfm_ds.training.sft",
+        "wfm_ds.training.rl",
+        "wfm_ds.rollout.colocated",
+    ),
+    *("wfm_ds.training.exporter", "wfm_ds.models.sd3", "wfm_ds.data.digits"),
     "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
     *("transformers.models.t5.modeling_t5", "transformers.models.clip.modeling_clip"),
 )
@@ -271,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def studied(inputs: Inputs, kills: int, seed: int) -> list[dict[str, Any]] | None:
     """The rows of all cases; None if one failed, which has been said. One reward service is for all runs: they come
     and go, it stays."""
-    from wfm_ds import recipe_file
+    from wfm_ds.recipe import file as recipe_file
     from wfm_ds.rollout.rewards import RewardService
 
     make_inputs(inputs)

@@ -21,10 +21,10 @@ import torch
 
 from benchmarks import report
 from benchmarks.flops import step_forwards
-from wfm_ds import recipe_file
-from wfm_ds.derived import derive
 from wfm_ds.models import registry
 from wfm_ds.quickstart import prepare, train
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.derived import derive
 
 REPOSITORY = Path(__file__).parent.parent
 PICTURE = REPOSITORY / "docs" / "images" / "learning.png"

@@ -116,7 +116,7 @@ def work_of_model(model: str, algorithm: str, stage: int, lora_rank: int | None)
 
     from benchmarks.flops import Count, Subject, cost, published
     from benchmarks.released import RELEASED
-    from wfm_ds.derived import derive
+    from wfm_ds.recipe.derived import derive
 
     recipe = published(algorithm, RELEASED[model])
     if lora_rank is not None:

@@ -80,7 +80,7 @@ def small_denoiser() -> Any:
 
 def write_config(folder: Path, stage: int) -> Path:
     """The shipped JSON; at stage 3 with nothing kept that was gathered: so it is for a model above its limits."""
-    from wfm_ds.ds_config import find_config, read_config
+    from wfm_ds.recipe.deepspeed import find_config, read_config
 
     config = read_config(find_config(f"zero{stage}"))
     if stage == 3:
@@ -95,9 +95,9 @@ def count_on_rank(config: str, **case: Any) -> dict[str, Any]:
     import torch
 
     from benchmarks.traffic import CountedTraffic
-    from wfm_ds.engine import DTYPES, DenoiserEngine
-    from wfm_ds.recipe import Recipe
-    from wfm_ds.world import World
+    from wfm_ds.distributed.world import World
+    from wfm_ds.engine.engine import DTYPES, DenoiserEngine
+    from wfm_ds.recipe.schema import Recipe
 
     wanted = Case(**case)
     recipe = Recipe.model_validate(

@@ -4,11 +4,11 @@ import json
 
 import torch
 
-from wfm_ds import recipe_file
 from wfm_ds.algorithms import build_rl
-from wfm_ds.derived import derive
-from wfm_ds.forwards import added, evaluation, guided_by, rl_step, sft_step
 from wfm_ds.models import registry
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.derived import derive
+from wfm_ds.training.forwards import added, evaluation, guided_by, rl_step, sft_step
 
 TAG = "perf/forwards_"
 MANY = 1000  # prompts or images, more than a recipe shows

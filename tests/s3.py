@@ -7,7 +7,7 @@ import threading
 import boto3
 from moto.server import ThreadedMotoServer
 
-from wfm_ds import storage
+from wfm_ds.storage import filesystem as storage
 
 BUCKET = "shards"
 VARIABLES = (storage.ACCESS_KEY, storage.SECRET_KEY, storage.ENDPOINT, storage.REGION)

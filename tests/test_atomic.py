@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from wfm_ds import atomic
+from wfm_ds.storage import atomic
 
 
 def test_folder_appears_only_when_complete(tmp_path):

@@ -8,16 +8,16 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from wfm_ds import recipe_file
-from wfm_ds.caches import EmbeddingFile, Filler, drop_idle_encoders, latent_cache, needed_texts, text_cache
+from wfm_ds.data.datasets import buckets_of, load_data
 from wfm_ds.data.media import load_media
 from wfm_ds.data.order import BatchSource
 from wfm_ds.data.pixels import centre
-from wfm_ds.datasets import buckets_of, load_data
+from wfm_ds.distributed.liveness import MOVES
 from wfm_ds.errors import DataError, RecipeError
 from wfm_ds.models.base import NegativeText
-from wfm_ds.moves import MOVES
-from wfm_ds.preflight import load_model
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.run.model import load_model
+from wfm_ds.training.caches import EmbeddingFile, Filler, drop_idle_encoders, latent_cache, needed_texts, text_cache
 
 CPU = torch.device("cpu")
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wfm_ds.derived import derive, num_replicas
 from wfm_ds.errors import RecipeError
-from wfm_ds.recipe import Recipe
+from wfm_ds.recipe.derived import derive, num_replicas
+from wfm_ds.recipe.schema import Recipe
 
 
 def nft(groups=4, size=4, updates=1, micro=8, fraction=0.99, steps=10, **engine):

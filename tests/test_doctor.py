@@ -9,11 +9,14 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from wfm_ds import doctor, doctor_machine, doctor_recipe, recipe_file
+from wfm_ds.doctor import command as doctor
+from wfm_ds.doctor import machine as doctor_machine
+from wfm_ds.doctor import recipe as doctor_recipe
+from wfm_ds.doctor.finding import Finding, attempt
 from wfm_ds.errors import RecipeError, RewardError
-from wfm_ds.estimate import memory
-from wfm_ds.findings import Finding, attempt
-from wfm_ds.preflight import load_model
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.run.estimate import memory
+from wfm_ds.run.model import load_model
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from wfm_ds.ds_config import CONFIG_FOLDERS, deepspeed_config, find_config, policy_copies, require_idle_experts
 from wfm_ds.errors import RecipeError
-from wfm_ds.recipe import Recipe
+from wfm_ds.recipe.deepspeed import CONFIG_FOLDERS, deepspeed_config, find_config, policy_copies, require_idle_experts
+from wfm_ds.recipe.schema import Recipe
 
 EVERYTHING = frozenset({"old", "ref", "ema"})
 
@@ -192,5 +192,5 @@ def test_files_that_are_no_json_object_are_refused(tmp_path):
 
 
 def test_importing_it_loads_no_torch(root):
-    code = "import sys, wfm_ds.ds_config; sys.exit(any(m in sys.modules for m in ('torch', 'deepspeed')))"
+    code = "import sys, wfm_ds.recipe.deepspeed; sys.exit(any(m in sys.modules for m in ('torch', 'deepspeed')))"
     assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=60).returncode == 0

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import torch
 
-from wfm_ds.ending import Ending
-from wfm_ds.output import Start
-from wfm_ds.world import World
+from wfm_ds.distributed.world import World
+from wfm_ds.run.ending import Ending
+from wfm_ds.run.folder import Start
 
 
 def test_the_first_of_two_failures_is_recorded(tmp_path):

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wfm_ds.engine import ema_decay, learning_rate
-from wfm_ds.recipe import OptimizerRecipe
+from wfm_ds.engine.engine import ema_decay, learning_rate
+from wfm_ds.recipe.sections import OptimizerRecipe
 
 SCHEDULES = st.sampled_from(["constant", "linear", "cosine"])
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wfm_ds.algorithms import build_rl
-from wfm_ds.derived import derive
-from wfm_ds.forwards import Forwards, added, evaluation, folded_calls, in_batches, rl_step, sft_step
-from wfm_ds.micro import MicroBatch, folded
-from wfm_ds.recipe import Recipe
+from wfm_ds.recipe.derived import derive
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.training.forwards import Forwards, added, evaluation, folded_calls, in_batches, rl_step, sft_step
+from wfm_ds.training.micro import MicroBatch, folded
 
 
 def nft(**algorithm):

@@ -2,7 +2,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from wfm_ds.gallery import Entry, page
+from wfm_ds.monitoring.gallery import Entry, page
 
 VOID = {"meta", "img", "br"}
 

@@ -10,9 +10,9 @@ from PIL import Image
 
 from wfm_ds.generate import main
 from wfm_ds.models import registry
+from wfm_ds.models.sampler import Sampler
 from wfm_ds.models.text_cache import TextCache
-from wfm_ds.recipe_sampling import SamplingRecipe
-from wfm_ds.sampler import Sampler
+from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.types import Prompt
 
 FIXED = {"height": 32, "width": 32, "eval_steps": 2}

@@ -11,20 +11,20 @@ import time
 
 import pytest
 
-from wfm_ds import heartbeat
+from wfm_ds.distributed import heartbeat
+from wfm_ds.distributed.fault import RollCall
+from wfm_ds.distributed.heartbeat import Heartbeat, Line, Roll, is_broken_exchange
+from wfm_ds.distributed.liveness import Moves
 from wfm_ds.errors import UserError
-from wfm_ds.heartbeat import Heartbeat, Line, Roll, is_broken_exchange
-from wfm_ds.moves import Moves
-from wfm_ds.roll_call import RollCall
 
 WAIT_S = 60
 HOST = "127.0.0.1"
 RANK = """
 import json, sys, threading
-from wfm_ds import heartbeat
-from wfm_ds.heartbeat import Heartbeat, Roll
-from wfm_ds.moves import MOVES
-from wfm_ds.roll_call import RollCall
+from wfm_ds.distributed import heartbeat
+from wfm_ds.distributed.heartbeat import Heartbeat, Roll
+from wfm_ds.distributed.liveness import MOVES
+from wfm_ds.distributed.fault import RollCall
 
 rank, address = int(sys.argv[1]), json.loads(sys.argv[2])
 heartbeat.BEAT_S = 0.2

@@ -26,7 +26,7 @@ sys.exit(launch.launch(dataclasses.replace(job, must_report=True), grace_s=60))
 RANK = """
 import json, os, sys, threading
 from pathlib import Path
-from wfm_ds import lifecycle
+from wfm_ds.distributed import lifecycle
 
 folder, mode = Path(sys.argv[2]), sys.argv[3]
 rank = os.environ["RANK"]

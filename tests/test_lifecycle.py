@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from wfm_ds import lifecycle
+from wfm_ds.distributed import lifecycle
 
 WAIT_S = 30
 LAUNCHER_KEYS = ("LOCAL_RANK", "RANK", "WFM_LAUNCH_PID", "WFM_STATUS_FILE")

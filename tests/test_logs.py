@@ -6,8 +6,8 @@ import warnings
 
 import pytest
 
+from wfm_ds.distributed.logs import close_logging, setup_logging
 from wfm_ds.errors import UserError
-from wfm_ds.logs import close_logging, setup_logging
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +27,8 @@ def lines(path):
 
 def test_every_rank_has_a_file_with_time_rank_and_logger(tmp_path):
     setup_logging(tmp_path, 3, console=True)
-    logging.getLogger("wfm_ds.engine").info("ready: %d", 7)
-    logging.getLogger("wfm_ds.engine").debug("too much")
+    logging.getLogger("wfm_ds.engine.engine").info("ready: %d", 7)
+    logging.getLogger("wfm_ds.engine.engine").debug("too much")
     (line,) = lines(tmp_path / "logs" / "rank_3.log")
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z rank 3 INFO wfm_ds\.engine: ready: 7", line)
 
@@ -36,7 +36,7 @@ def test_every_rank_has_a_file_with_time_rank_and_logger(tmp_path):
 def test_console_is_rank_0s_and_shows_our_info_and_all_warnings(tmp_path, capsys):
     for rank, shown in ((0, ["INFO ours", "WARNING theirs"]), (1, [])):
         setup_logging(tmp_path, rank, console=True)
-        logging.getLogger("wfm_ds.rl").info("ours")
+        logging.getLogger("wfm_ds.training.rl").info("ours")
         logging.getLogger("wfm_dsx").info("a stranger")
         logging.getLogger("library").info("not shown")
         logging.getLogger("library").warning("theirs")
@@ -91,7 +91,7 @@ def test_noisy_libraries_warn_once_on_the_console_and_with_their_rank_in_the_fil
     script = (
         "import logging, sys; from pathlib import Path\n"
         "import deepspeed, diffusers, transformers\n"
-        "from wfm_ds.logs import setup_logging\n"
+        "from wfm_ds.distributed.logs import setup_logging\n"
         "setup_logging(Path(sys.argv[1]), 0, console=True)\n"
         "for name in ('DeepSpeed', 'diffusers.models', 'transformers.models', 'torch.distributed.launch'):\n"
         "    logging.getLogger(name).info('chatter')\n"

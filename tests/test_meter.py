@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from wfm_ds.meter import Meter, Stopwatch
-from wfm_ds.world import World
+from wfm_ds.distributed.world import World
+from wfm_ds.monitoring.meter import Meter, Stopwatch
 
 
 @pytest.fixture(scope="module")

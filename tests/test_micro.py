@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wfm_ds.algorithms.batch import Term, TermBatch
-from wfm_ds.micro import MicroBatch, cut, folded, level
+from wfm_ds.training.micro import MicroBatch, cut, folded, level
 
 HIGH, LOW = 0.95, 0.3  # noise levels of two experts, with their boundary at 0.875
 terms_of_a_rank = st.lists(st.tuples(st.sampled_from([HIGH, LOW]), st.sampled_from([0.0, 1.0])), min_size=1, max_size=9)

@@ -5,12 +5,14 @@ import tomllib
 
 import pytest
 
-from wfm_ds import migrate_gone, migrate_keys, recipe_file
 from wfm_ds.errors import RecipeError
-from wfm_ds.migrate import check, flatten, main, mend, migrate, mode_of, render
-from wfm_ds.migrate_values import DDRL, NFT, SFT, WFM_SFT
-from wfm_ds.output import flat
-from wfm_ds.recipe import Recipe
+from wfm_ds.migrate import dropped as migrate_gone
+from wfm_ds.migrate import keys as migrate_keys
+from wfm_ds.migrate.command import check, flatten, main, mend, migrate, mode_of, render
+from wfm_ds.migrate.values import DDRL, NFT, SFT, WFM_SFT
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.run.folder import flat
 
 SD3_SFT_LORA = """
 redis = "12800"

@@ -7,10 +7,11 @@ import logging
 import pytest
 
 import s3
-from wfm_ds import mirror, transfer
 from wfm_ds.checkpoint import remote, store
 from wfm_ds.errors import StorageError
-from wfm_ds.mirror import LEDGER, Mirror
+from wfm_ds.run import mirror
+from wfm_ds.run.mirror import LEDGER, Mirror
+from wfm_ds.storage import transfer
 
 STALL_S = 60.0  # generous: the tests never wait for it
 

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from wfm_ds.monitor import Monitor, cut_metrics
-from wfm_ds.samples import Sample, sample_animation, sample_grid, sample_table
+from wfm_ds.monitoring.monitor import Monitor, cut_metrics
+from wfm_ds.monitoring.samples import Sample, sample_animation, sample_grid, sample_table
 
 
 def monitor(folder, **changes):

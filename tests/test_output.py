@@ -7,12 +7,13 @@ import sys
 
 import pytest
 
-from wfm_ds import output, recipe_file
 from wfm_ds.checkpoint import store
-from wfm_ds.derived import derive
 from wfm_ds.errors import RecipeError
-from wfm_ds.output import Start, find_start
-from wfm_ds.recipe_unread import unread_async_keys, unread_keys
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.derived import derive
+from wfm_ds.recipe.schema import unread_async_keys, unread_keys
+from wfm_ds.run import folder as output
+from wfm_ds.run.folder import Start, find_start
 
 
 @pytest.fixture
@@ -278,7 +279,7 @@ def test_overwriting_knows_an_input_by_any_spelling(recipe, run, tmp_path, monke
 
 def test_folder_belongs_to_one_process_until_it_ends(recipe, run):
     out = run(4)
-    code = f"from pathlib import Path; from wfm_ds.output import locked\nwith locked(Path({str(out)!r})): print(1)"
+    code = f"from pathlib import Path; from wfm_ds.run.folder import locked\nwith locked(Path({str(out)!r})): print(1)"
     with output.locked(out):
         other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
         assert "a run is going on there" in other.stderr

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from wfm_ds.pictures import GAP, TEXT_HEIGHT, enlarge, grid, save_png
+from wfm_ds.monitoring.pictures import GAP, TEXT_HEIGHT, enlarge, grid, save_png
 
 
 def noise(seed, height=8, width=6):

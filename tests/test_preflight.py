@@ -9,12 +9,13 @@ import torch
 from peft import LoraConfig
 from PIL import Image
 
-from wfm_ds import recipe_file
 from wfm_ds.data.buckets import Buckets
+from wfm_ds.data.datasets import load_data, readable
 from wfm_ds.data.pixels import Framing
-from wfm_ds.datasets import load_data, readable
 from wfm_ds.errors import DataError, ModelError, RecipeError, RewardError, UserError
-from wfm_ds.preflight import load_model, preflight, report
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.run.model import load_model
+from wfm_ds.training.preflight import preflight, report
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from wfm_ds.progress import LINE_INTERVAL_S, ConsoleProgress, LineProgress, Pace, clock
+from wfm_ds.monitoring.progress import LINE_INTERVAL_S, ConsoleProgress, LineProgress, Pace, clock
 
 
 def test_pace_knows_speed_and_time_left():

@@ -4,9 +4,10 @@ import shlex
 
 import pytest
 
-from wfm_ds import recipe_docs, recipe_file
+from wfm_ds import recipe_docs
 from wfm_ds.errors import RecipeError
-from wfm_ds.recipe import Recipe
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.schema import Recipe
 
 
 def test_the_page_is_what_the_schema_generates(root):

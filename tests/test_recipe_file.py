@@ -3,11 +3,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wfm_ds import recipe_file
 from wfm_ds.errors import RecipeError
-from wfm_ds.recipe import LoraRecipe, Recipe, RewardFunction
-from wfm_ds.recipe_algorithms import DecaySchedule, NftAlgorithm, SftAlgorithm
-from wfm_ds.recipe_unread import unread_keys
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.algorithms import DecaySchedule, NftAlgorithm, SftAlgorithm
+from wfm_ds.recipe.schema import Recipe, unread_keys
+from wfm_ds.recipe.sections import LoraRecipe, RewardFunction
 
 GOOD = """\
 run: {output_dir: out, steps: 3}

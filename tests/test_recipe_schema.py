@@ -5,8 +5,8 @@ import pytest
 from annotated_types import MinLen
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from wfm_ds.recipe import Recipe
-from wfm_ds.recipe_schema import ROOT, Slot, kinds, sections, words
+from wfm_ds.recipe.describe import ROOT, Slot, kinds, sections, words
+from wfm_ds.recipe.schema import Recipe
 
 
 @pytest.mark.parametrize(

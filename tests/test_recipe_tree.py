@@ -2,7 +2,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wfm_ds.recipe_tree import Place, merge, override, parse, to_yaml
+from wfm_ds.recipe.tree import Place, merge, override, parse, to_yaml
 
 KEYS = st.sampled_from(["a", "b", "c"])
 VALUES = st.recursive(

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from wfm_ds.result import write_result
+from wfm_ds.run.result import write_result
 
 STARTED = datetime.datetime(2024, 5, 1, 12, 0, tzinfo=datetime.timezone(datetime.timedelta(hours=2)))
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from wfm_ds.roll_call import SETTLE_S, RollCall
+from wfm_ds.distributed.fault import SETTLE_S, RollCall
 
 SILENT_S, STUCK_S, AWAKE_S = 45.0, 600.0, 10.0
 

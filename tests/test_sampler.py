@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from wfm_ds.models import registry
+from wfm_ds.models.sampler import Sampler
 from wfm_ds.models.text_cache import TextCache
-from wfm_ds.recipe_sampling import SamplingRecipe
-from wfm_ds.sampler import Sampler
+from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.sampling.edm import Churn, edm_plan
 from wfm_ds.sampling.plan import deterministic_plan
 from wfm_ds.types import GivenLatents, Prompt

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from wfm_ds.pictures import GAP, TEXT_HEIGHT
-from wfm_ds.samples import (
+from wfm_ds.monitoring.pictures import GAP, TEXT_HEIGHT
+from wfm_ds.monitoring.samples import (
     MAX_ANIMATED_CELL,
     MAX_ANIMATED_FRAMES,
     Sample,

@@ -6,16 +6,16 @@ import pytest
 import torch
 from PIL import Image
 
-from wfm_ds import recipe_file
 from wfm_ds.data.order import TrainingSample
 from wfm_ds.data.pixels import Framing
 from wfm_ds.data.samples import LocalFile, Sample
+from wfm_ds.distributed.world import World
 from wfm_ds.models import registry
 from wfm_ds.models.base import NegativeText
 from wfm_ds.models.text_cache import TextCache
-from wfm_ds.sft import SftTrainer, ValidationLoss
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.training.sft import SftTrainer, ValidationLoss
 from wfm_ds.types import Prompt
-from wfm_ds.world import World
 
 
 def captions(root, share):

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from s3 import BUCKET, VARIABLES, CuttingProxy, s3_server
-from wfm_ds import storage
 from wfm_ds.errors import DataError, StorageError
+from wfm_ds.storage import filesystem as storage
 
 CONTENT = bytes(range(256)) * 512
 

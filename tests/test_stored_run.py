@@ -5,13 +5,17 @@ import json
 import pytest
 
 import s3
-from wfm_ds import convert, doctor_recipe, output, recipe_file, transfer
+from wfm_ds import convert
 from wfm_ds.checkpoint import remote, store
-from wfm_ds.derived import derive
+from wfm_ds.doctor import recipe as doctor_recipe
 from wfm_ds.errors import RecipeError, StorageError
-from wfm_ds.mirror import Mirror
-from wfm_ds.output import Start, find_start
-from wfm_ds.stored_run import Copies, send_result
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.derived import derive
+from wfm_ds.run import folder as output
+from wfm_ds.run.folder import Start, find_start
+from wfm_ds.run.mirror import Mirror
+from wfm_ds.run.stored import Copies, send_result
+from wfm_ds.storage import transfer
 
 WORLD = 2
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wfm_ds.tensor_store import TensorStore
+from wfm_ds.storage.tensor_store import TensorStore
 
 KEY = {"family": "sd3", "text": "a cat/../\u4e2d", "length": 77}
 
@@ -93,7 +93,7 @@ def test_a_writer_that_is_killed_leaves_no_entry(tmp_path):
         "import os, signal, sys, json, torch\n"
         "from pathlib import Path\n"
         "from wfm_ds import atomic\n"
-        "from wfm_ds.tensor_store import TensorStore\n"
+        "from wfm_ds.storage.tensor_store import TensorStore\n"
         "atomic.sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)\n"
         "TensorStore(Path(sys.argv[1])).write(json.loads(sys.argv[2]), {'a': torch.zeros(3)})\n"
     )

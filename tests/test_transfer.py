@@ -8,8 +8,8 @@ import moto.s3.models
 import pytest
 
 import s3
-from wfm_ds import transfer
 from wfm_ds.errors import StorageError
+from wfm_ds.storage import transfer
 
 CONTENT = bytes(range(256)) * 1024
 ROOT = f"s3://{s3.BUCKET}/run"

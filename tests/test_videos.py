@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from wfm_ds.videos import gif_bytes, save_mp4
+from wfm_ds.monitoring.videos import gif_bytes, save_mp4
 
 
 def flat(num_frames, height, width):

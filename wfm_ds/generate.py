@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wfm_ds.errors import UserError
-from wfm_ds.recipe_sampling import SamplingRecipe
+from wfm_ds.recipe.sampling import SamplingRecipe
 
 if TYPE_CHECKING:
-    import torch
-
-    from wfm_ds.sampler import Sampler
-    from wfm_ds.samples import Sample
+    from wfm_ds.models.sampler import Sampler
+    from wfm_ds.monitoring.samples import Sample
     from wfm_ds.types import Prompt
 
 PAGE = "index.html"
@@ -91,7 +89,7 @@ def number(text: str, fits: Callable[[float], bool], expected: str) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from wfm_ds.train import quieten_libraries
+    from wfm_ds.distributed.lifecycle import quieten_libraries
 
     p = parser()
     args = p.parse_args(argv)
@@ -155,8 +153,9 @@ def load_sampler(args: argparse.Namespace) -> Sampler:
 
     from wfm_ds.checkpoint.adapter import load_adapter
     from wfm_ds.models import registry
+    from wfm_ds.models.loading import chosen_device
+    from wfm_ds.models.sampler import Sampler
     from wfm_ds.models.text_cache import TextCache
-    from wfm_ds.sampler import Sampler
 
     device = chosen_device(args.device)
     low_precision = args.dtype == "bfloat16" or (args.dtype is None and device.type == "cuda")
@@ -192,24 +191,10 @@ def load_sampler(args: argparse.Namespace) -> Sampler:
     return sampler
 
 
-def chosen_device(name: str | None) -> torch.device:
-    import torch
-
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"--device {name} cannot be used here ({reason}); leave it out, or name cpu or cuda") from error
-    return device
-
-
 def write(sampler: Sampler, items: Sequence[tuple[Prompt, int]], args: argparse.Namespace) -> None:
     """Every file as soon as it is drawn; the table and the page at the end."""
-    from wfm_ds import gallery
-    from wfm_ds.samples import write_media, write_table
+    from wfm_ds.monitoring import gallery
+    from wfm_ds.monitoring.samples import write_media, write_table
 
     lines: list[dict[str, Any]] = []
     entries: list[gallery.Entry] = []
@@ -236,7 +221,7 @@ def write(sampler: Sampler, items: Sequence[tuple[Prompt, int]], args: argparse.
 def drawn(sampler: Sampler, items: Sequence[tuple[Prompt, int]], batch: int) -> Iterator[tuple[Sample, bool]]:
     """The samples in the order of the items, and whether their latents were finite."""
     from wfm_ds.chunks import chunks
-    from wfm_ds.samples import Sample
+    from wfm_ds.monitoring.samples import Sample
 
     settings, plan = sampler.settings, sampler.evaluation_plan()
     for part in chunks(items, batch):

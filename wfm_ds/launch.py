@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import wfm_ds
-from wfm_ds.world import free_port
+from wfm_ds.distributed.lifecycle import accelerator_present
+from wfm_ds.distributed.world import free_port
 
 SWITCHES = frozenset(
     (
@@ -38,10 +39,6 @@ SWITCHES = frozenset(
 READ_HERE = ("--hostfile", "--node_rank", "--master_port")  # options with a value that decide something here
 SHORT = {"-m": "--module", "-H": "--hostfile"}
 DEFAULT_HOSTFILE = Path("/job/hostfile")  # the runner reads it unasked, and the launch becomes one of several nodes
-DEVICE_NODES = (
-    *("nvidia[0-9]*", "nvidiactl", "dxg", "kfd", "dri/renderD*"),  # dxg: CUDA under WSL; kfd: AMD
-    *("accel[0-9]*", "accel/*", "davinci*", "hl[0-9]*"),
-)
 FINAL_STATUS = ("finished", "preempted")
 GRACE_S = 600.0  # for a checkpoint of a large model; WFM_GRACE_S changes it
 TERM_S = 35.0  # the inner launcher gives each rank 30 s before it kills it
@@ -113,11 +110,6 @@ def plan(argv: Sequence[str], environ: Mapping[str, str], *, has_accelerator: bo
     is_first_node = given.get("--node_rank", (0, "0"))[1] == "0"
     is_ours = "--module" in given and name_at is not None and argv[name_at].startswith("wfm_ds.")
     return Job(tuple(out), env, is_local, must_report=is_ours and is_local and is_first_node)
-
-
-def accelerator_present(devices: Path = Path("/dev")) -> bool:
-    """Whether any device node of a GPU or another accelerator exists. Costs no import of torch."""
-    return any(next(devices.glob(pattern), None) is not None for pattern in DEVICE_NODES)
 
 
 def say(text: str) -> None:

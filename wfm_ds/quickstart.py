@@ -89,7 +89,7 @@ def train(recipe: str, *overrides: str) -> dict[str, Any]:
 def show(folder: Path, *, seconds: float) -> None:
     """Print the table and the loading lines; write report.md, before.png and after.png."""
     from wfm_ds.checkpoint.export import loading_lines
-    from wfm_ds.pictures import grid, save_png
+    from wfm_ds.monitoring.pictures import grid, save_png
 
     run = folder / "nft"
     before, after = first_and_last(run / "metrics.jsonl")
@@ -133,7 +133,7 @@ def show(folder: Path, *, seconds: float) -> None:
 
 def sft_pipeline(run: Path) -> str:
     """The pipeline folder that the RL run started from, as its resolved recipe names it."""
-    from wfm_ds.recipe_file import load
+    from wfm_ds.recipe.file import load
 
     return load(run / "recipe.yaml").model.path
 

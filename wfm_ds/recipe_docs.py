@@ -17,9 +17,9 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from wfm_ds.recipe import Recipe
-from wfm_ds.recipe_schema import Slot, sections, words
-from wfm_ds.recipe_tree import KeyPath
+from wfm_ds.recipe.describe import Slot, sections, words
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.tree import KeyPath
 
 INTRO = """\
 # Recipes

@@ -9,36 +9,27 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import logging
 import os
 import sys
-import traceback
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from wfm_ds import __version__
 from wfm_ds.errors import RunError, UserError
 
 if TYPE_CHECKING:
-    from wfm_ds.algorithms import RlAlgorithm
-    from wfm_ds.checkpoint.checkpoints import Checkpoints
-    from wfm_ds.checkpoint.exporter import Exporter
-    from wfm_ds.datasets import TrainingData
-    from wfm_ds.ending import Ending
-    from wfm_ds.job import Job
-    from wfm_ds.lifecycle import StopFlag
+    from wfm_ds.data.datasets import TrainingData
+    from wfm_ds.distributed.lifecycle import StopFlag
+    from wfm_ds.distributed.world import World
     from wfm_ds.models.base import DiffusionModel
-    from wfm_ds.outcome import Outcome
-    from wfm_ds.output import Start
-    from wfm_ds.recipe import Recipe
-    from wfm_ds.rl import RlTrainer
-    from wfm_ds.rollout.base import Source
-    from wfm_ds.rollout.groups import GroupSource
-    from wfm_ds.sft import SftTrainer
-    from wfm_ds.world import World
+    from wfm_ds.recipe.schema import Recipe
+    from wfm_ds.run.ending import Ending
+    from wfm_ds.run.folder import Start
+    from wfm_ds.run.result import Outcome
+    from wfm_ds.training.rl import RlTrainer
+    from wfm_ds.training.sft import SftTrainer
 
 log = logging.getLogger("wfm_ds.train")  # run with -m, __name__ is another
 
@@ -60,7 +51,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from wfm_ds import lifecycle, recipe_file
+    from wfm_ds.distributed import lifecycle
+    from wfm_ds.distributed.lifecycle import choose_accelerator, quieten_libraries
+    from wfm_ds.recipe import file as recipe_file
 
     arguments = lifecycle.strip_launcher_args(sys.argv[1:] if argv is None else argv)
     args = parser().parse_intermixed_args(arguments)
@@ -78,25 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(recipe, stop, overwrite=args.overwrite)
 
 
-def quieten_libraries() -> None:
-    """Hide what libraries say of their own affairs at each start; a user's own setting stays."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are meant
-
-
-def choose_accelerator() -> None:
-    """Without a CUDA device DeepSpeed is told to use the CPU; a user's own DS_ACCELERATOR stays."""
-    import torch
-
-    if "DS_ACCELERATOR" not in os.environ and not torch.cuda.is_available():
-        os.environ["DS_ACCELERATOR"] = "cpu"
-
-
 def check(recipe: Recipe, rank: int, *, overwrite: bool) -> int:
-    from wfm_ds import lifecycle
-    from wfm_ds.preflight import report
+    from wfm_ds.distributed import lifecycle
+    from wfm_ds.training.preflight import report
 
     if rank == 0:
         # Without a launcher: as for the fewest ranks that can run it.
@@ -110,11 +87,11 @@ def run(recipe: Recipe, stop: StopFlag, *, overwrite: bool) -> int:
     """The whole run on this rank; returns the exit code."""
     import torch.distributed as dist
 
-    from wfm_ds import lifecycle
-    from wfm_ds.ending import Ending
-    from wfm_ds.heartbeat import start
-    from wfm_ds.logs import setup_logging
-    from wfm_ds.world import World
+    from wfm_ds.distributed import lifecycle
+    from wfm_ds.distributed.heartbeat import start
+    from wfm_ds.distributed.logs import setup_logging
+    from wfm_ds.distributed.world import World
+    from wfm_ds.run.ending import Ending
 
     setup_logging(None, int(os.environ.get("RANK", "0")), console=True)
     stuck_s = 60 * recipe.engine.timeout_minutes
@@ -149,13 +126,15 @@ def prepare_and_train(
     recipe: Recipe, world: World, stop: StopFlag, ending: Ending, *, overwrite: bool = False
 ) -> Outcome:
     """Check and load everything on all ranks, only then create, clear or open the output folder, and train."""
-    from wfm_ds.derived import num_replicas
-    from wfm_ds.logs import setup_logging
-    from wfm_ds.outcome import Outcome
-    from wfm_ds.output import locked, open_output
-    from wfm_ds.preflight import load_model, preflight
-    from wfm_ds.stored_run import clear, fetched, finish, open_mirror, require_storage, send_rest
-    from wfm_ds.world import ranks_per_node
+    from wfm_ds.distributed.logs import setup_logging
+    from wfm_ds.distributed.world import ranks_per_node
+    from wfm_ds.recipe.derived import num_replicas
+    from wfm_ds.run.folder import locked, open_output
+    from wfm_ds.run.model import load_model
+    from wfm_ds.run.result import Outcome
+    from wfm_ds.run.stored import clear, fetched, finish, open_mirror, require_storage, send_rest
+    from wfm_ds.training.build import reward_endpoint
+    from wfm_ds.training.preflight import preflight
 
     folder = recipe.run.output_dir
     num_replicas(recipe, world.size, ranks_per_node=ranks_per_node(world.size))
@@ -193,27 +172,10 @@ def prepare_and_train(
 
 def agreed_start(recipe: Recipe, world: World, *, overwrite: bool) -> Start:
     """Rank 0's view of the output folder, on every rank."""
-    from wfm_ds.output import Start, find_start
+    from wfm_ds.run.folder import Start, find_start
 
     found = world.checked(lambda: dataclasses.asdict(find_start(recipe, world.size, overwrite=overwrite)), on="main")
     return Start(**world.broadcast(found))
-
-
-@contextlib.contextmanager
-def reward_endpoint(recipe: Recipe, world: World) -> Iterator[str | None]:
-    """Where every rank finds the rewards: the recipe's service, or one that rank 0 runs meanwhile."""
-    from wfm_ds.rollout.rewards import RewardService
-
-    if recipe.reward is None or recipe.reward.endpoint is not None:
-        yield recipe.reward.endpoint if recipe.reward else None
-        return
-    reward = recipe.reward
-    service = world.checked(lambda: RewardService(reward, recipe.run.output_dir / "reward"), on="main")
-    try:
-        yield world.broadcast(service.endpoint if service is not None else None)
-    finally:
-        if service is not None:
-            service.stop()
 
 
 def train(
@@ -226,10 +188,10 @@ def train(
     ending: Ending,
 ) -> Outcome:
     """Wrap the denoiser, run the recipe's loop, evaluate and export. Every rank returns the same outcome."""
-    from wfm_ds.checkpoint.checkpoints import Checkpoints
-    from wfm_ds.checkpoint.exporter import Exporter
-    from wfm_ds.job import open_job
-    from wfm_ds.stored_run import discard_fetched
+    from wfm_ds.run.stored import discard_fetched
+    from wfm_ds.training.build import open_job, reinforcement, rl_algorithm, supervision
+    from wfm_ds.training.checkpoints import Checkpoints
+    from wfm_ds.training.exporter import Exporter
 
     start = ending.start
     assert start is not None
@@ -264,106 +226,7 @@ def train(
     return dataclasses.replace(outcome, metrics={**outcome.metrics, **evaluation})
 
 
-def rl_algorithm(recipe: Recipe, model: DiffusionModel) -> RlAlgorithm | None:
-    """On the model's own grid of noise levels; None for SFT."""
-    from wfm_ds.algorithms import build_rl
-
-    size = recipe.sampling
-    if not recipe.is_rl:
-        return None
-    return build_rl(recipe, model.sigmas(size.steps, model.latent_shape(size.height, size.width, size.num_frames)))
-
-
-def supervision(
-    job: Job, data: TrainingData, exporter: Exporter, checkpoints: Checkpoints, resources: contextlib.ExitStack
-) -> SftTrainer:
-    from wfm_ds.datasets import batch_source, buckets_of, readable
-    from wfm_ds.replica_data import chosen_once
-    from wfm_ds.sft import SftTrainer, ValidationLoss
-    from wfm_ds.validation import Validator
-
-    recipe, world = job.recipe, job.world
-    buckets = buckets_of(recipe, job.model)
-    batches = {"global_batch": job.derived.samples_per_step, "unit": recipe.engine.micro_batch_size}
-    source = batch_source(job, data, buckets, **batches)
-    resources.callback(source.close)
-    num_images, whole = recipe.validation.num_images, data.num_samples
-    held_out = chosen_once(
-        world, data.held_out, lambda: readable(data.held_out, recipe, buckets, num_images, whole=whole)
-    )
-    places = world.checked(lambda: [buckets.index_of(sample.media) for sample in held_out], on="leaders")
-    framings = [buckets.framings[place] for place in world.share(places)]
-    loss = ValidationLoss(job, held_out, framings) if held_out else None
-    return SftTrainer(job, source, Validator(job, data.shown, loss=loss), exporter, checkpoints)
-
-
-def reinforcement(
-    job: Job,
-    algorithm: RlAlgorithm,
-    data: TrainingData,
-    exporter: Exporter,
-    checkpoints: Checkpoints,
-    endpoint: str | None,
-    resources: contextlib.ExitStack,
-) -> RlTrainer:
-    from wfm_ds.rl import RlTrainer
-    from wfm_ds.rollout.colocated import ColocatedSource
-    from wfm_ds.rollout.rewards import RewardClient
-    from wfm_ds.rollout.source import async_source
-    from wfm_ds.validation import Validator
-
-    recipe, reward = job.recipe, job.recipe.reward
-    assert reward is not None
-    assert endpoint is not None
-    run = recipe.run.output_dir.name
-    rewards = job.world.checked(lambda: RewardClient(endpoint, reward, run=run, client=f"rank{job.world.rank}"))
-    resources.callback(rewards.close)
-    groups = group_source(job, algorithm, data, resources)
-    source: Source = (
-        async_source(job, groups, algorithm, endpoint, resources)
-        if recipe.is_async
-        else ColocatedSource(job, groups, rewards, algorithm)
-    )
-    return RlTrainer(job, algorithm, source, Validator(job, data.shown, rewards=rewards), exporter, checkpoints)
-
-
-def group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources: contextlib.ExitStack) -> GroupSource:
-    """Groups about the data's media, or about prompts where it has no media."""
-    from wfm_ds.data.prompts import PromptOrder
-    from wfm_ds.datasets import batch_source, buckets_of
-    from wfm_ds.rollout.groups import PairGroups, PromptGroups
-    from wfm_ds.sft import clean_latents
-
-    recipe, seed = job.recipe, job.recipe.run.seed
-    assert recipe.rollout is not None
-    num_groups = recipe.rollout.prompts_per_step
-    if not data.samples:
-        return PromptGroups(PromptOrder(data.prompts, seed=seed, shuffle=recipe.data.shuffle), num_groups)
-    # The rollouts of a step and their data have one size.
-    source = batch_source(job, data, buckets_of(recipe, job.model), global_batch=num_groups, unit=num_groups)
-    resources.callback(source.close)
-    return PairGroups(job, source, functools.partial(clean_latents, job), algorithm.num_given)
-
-
-def entry(program: Callable[[], int] = main) -> NoReturn:
-    """Run it and leave with its exit code, whatever threads of gloo or NCCL still live.
-
-    An ordinary exit tears the interpreter down around them, and they may abort the process with a code of their own.
-    """
-    try:
-        code = program()
-    except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    except Exception:
-        log.exception("the run failed")  # the console is rank 0's
-        if os.environ.get("RANK", "0") != "0":
-            traceback.print_exc()
-        code = 1
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    entry()
+    from wfm_ds.distributed.lifecycle import entry
+
+    entry(main)

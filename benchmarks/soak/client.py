@@ -19,8 +19,8 @@ from benchmarks.soak import samples
 from benchmarks.soak.samples import CHUNK, GROUPS, MEMBERS, PER_STEP
 from wfm_ds.pipes.client import Outcome, PipeClient, TaskRequest
 from wfm_ds.pipes.wire import Message
+from wfm_ds.rollout import KIND
 from wfm_ds.rollout.coordinator import Chunk, Closed, Coordinator
-from wfm_ds.rollout.worker import KIND
 
 ATTACH_S, FETCH_S = 60.0, 120.0
 PATIENCE_S = 300.0  # without a finished chunk; ends a hang, and measures nothing

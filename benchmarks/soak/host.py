@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.soak.samples import CHECKSUM
-from wfm_ds import recipe_file
+from wfm_ds.recipe import file as recipe_file
 from wfm_ds.rollout.rewards import RewardService
 from wfm_ds.rollout.service import RolloutService
 from wfm_reward.rewards.jpeg import JpegIncompressibility

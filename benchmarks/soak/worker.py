@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.soak import samples
-from wfm_ds import recipe_file
 from wfm_ds.pipes.client import PipeClient
 from wfm_ds.pipes.worker import Answer, Progress, TaskInHand
-from wfm_ds.rollout import worker
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.rollout import KIND, worker
 from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.types import MediaBatch
 
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         client.attach(worker.ATTACH_S)
         generator: Any = None  # nothing but `chunk` has a use for it
-        lanes = Lanes(recipe, generator, client, None, client.kinds[worker.KIND], args)
+        lanes = Lanes(recipe, generator, client, None, client.kinds[KIND], args)
         lanes.journal = recipe.run.output_dir / "made"
         return lanes.run(stop)
     finally:

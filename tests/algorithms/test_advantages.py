@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wfm_ds.algorithms.advantages import Rewards, reward_stats, reward_warnings, step_advantages, step_rewards
-from wfm_ds.recipe import RewardFunction, RewardRecipe
-from wfm_ds.recipe_algorithms import RlSettings
+from wfm_ds.recipe.algorithms import RlSettings
+from wfm_ds.recipe.sections import RewardFunction, RewardRecipe
 from wfm_ds.types import Score
 
 GROUPS, REWARDS = list("abacba"), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]

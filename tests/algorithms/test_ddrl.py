@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from wfm_ds import recipe_file
 from wfm_ds.algorithms.advantages import Rewards
 from wfm_ds.algorithms.ddrl import Ddrl
 from wfm_ds.algorithms.sft import flow_loss
 from wfm_ds.errors import RecipeError
+from wfm_ds.recipe import file as recipe_file
 from wfm_ds.sampling.noise import seeded_normal
 from wfm_ds.types import Prompt, Rollout
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wfm_ds.algorithms.diffusion_nft import nft_loss, old_decay, reward_weights, trained_step_indices
-from wfm_ds.recipe_algorithms import DecaySchedule
+from wfm_ds.recipe.algorithms import DecaySchedule
 
 FP64 = torch.float64
 SHAPES = [(1, 1, 1, 1), (3, 4, 8, 8), (3, 4, 7, 5), (2, 3, 3, 5, 2)]

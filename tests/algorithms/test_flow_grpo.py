@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from wfm_ds.algorithms import build_rl, rl_policies
 from wfm_ds.algorithms.flow_grpo import clipped_policy_loss, guarded_log_ratio, importance_weight, kl_scale
 from wfm_ds.errors import RecipeError
-from wfm_ds.recipe import Recipe
+from wfm_ds.recipe.schema import Recipe
 from wfm_ds.types import Prompt, Rollout, Transition
 from wfm_kernels import reference
 

@@ -20,7 +20,7 @@ from wfm_ds.algorithms.sft import (
     validation_sigmas,
     within,
 )
-from wfm_ds.recipe_algorithms import SftAlgorithm
+from wfm_ds.recipe.algorithms import SftAlgorithm
 from wfm_ds.sampling.schedule import unshifted
 
 FP64 = torch.float64

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wfm_ds.algorithms.terms import keyed_permutation, trained_step_indices
-from wfm_ds.recipe_algorithms import num_of_share
+from wfm_ds.recipe.algorithms import num_of_share
 
 
 @given(st.integers(0, 60), st.integers(0, 2**63 - 1))

@@ -5,7 +5,7 @@ import torch
 
 from benchmarks import flops
 from benchmarks.released import RELEASED
-from wfm_ds import recipe_file
+from wfm_ds.recipe import file as recipe_file
 
 
 @pytest.mark.parametrize(

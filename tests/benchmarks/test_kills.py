@@ -79,7 +79,7 @@ def test_a_start_from_another_checkpoint_is_noticed(run, said, right):
     killed = run("killed")
     killed.steps = [0, 2, 3]
     (killed.folder / "logs").mkdir()
-    text = "".join(f"rank 0 INFO wfm_ds.monitor: continues after step {step} from there\n" for step in said)
+    text = "".join(f"rank 0 INFO wfm_ds.monitoring.monitor: continues after step {step} from there\n" for step in said)
     (killed.folder / "logs" / "rank_0.log").write_text(text)
     if right:
         killed.require_right_start()

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from wfm_ds.checkpoint.cuts import CutStates, file_name, key, layout_to_json
+from wfm_ds.engine.policy import Piece
 from wfm_ds.errors import UserError
-from wfm_ds.policy import Piece
 
 NUMBER = torch.tensor(7.0)
 

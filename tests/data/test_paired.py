@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from wfm_ds.data.paired import PairedFolder
+from wfm_ds.distributed.liveness import MOVES
 from wfm_ds.errors import DataError
-from wfm_ds.moves import MOVES
 
 
 def put(folder, name, prompt="a cat", media=".png", **more):

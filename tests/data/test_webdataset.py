@@ -14,7 +14,6 @@ from PIL import Image
 
 from clips import index_of, write_clip
 from s3 import BUCKET, VARIABLES, CuttingProxy, s3_server
-from wfm_ds import storage
 from wfm_ds.data import tar_index as tar_index_module
 from wfm_ds.data.media import load_media
 from wfm_ds.data.order import BatchSource
@@ -22,6 +21,7 @@ from wfm_ds.data.pixels import Framing, centre
 from wfm_ds.data.tar_index import tar_index
 from wfm_ds.data.webdataset import TarShards, shard_names
 from wfm_ds.errors import DataError, StorageError
+from wfm_ds.storage import filesystem as storage
 
 
 def png(level, size=8):

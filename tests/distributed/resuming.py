@@ -29,11 +29,11 @@ SLOW = {"ddrl lora zero2", "flow_grpo full zero3", "flow_grpo lora zero2", "nft 
 
 def train_on_rank(recipe, overrides, stop_at=None, save_at=None):
     """One rank's part of a run; SIGTERM has come when step `stop_at` is done, and SIGUSR1 to rank 1 in `save_at`."""
-    from wfm_ds import recipe_file
-    from wfm_ds.ending import Ending
-    from wfm_ds.lifecycle import StopFlag
+    from wfm_ds.distributed.lifecycle import StopFlag
+    from wfm_ds.distributed.world import World
+    from wfm_ds.recipe import file as recipe_file
+    from wfm_ds.run.ending import Ending
     from wfm_ds.train import prepare_and_train
-    from wfm_ds.world import World
 
     class StopAt(StopFlag):
         """Asked once before each step."""

@@ -10,13 +10,13 @@ from diffusers import SD3Transformer2DModel
 
 from distributed.training import full_tensors, small_recipe
 from families import CASES, PROMPTS
-from wfm_ds.engine import DenoiserEngine, learning_rate
+from wfm_ds.distributed.world import World
+from wfm_ds.engine.engine import DenoiserEngine, learning_rate
+from wfm_ds.engine.policy import add_adapters
 from wfm_ds.models import registry
-from wfm_ds.models.given import with_given
+from wfm_ds.models.conditional_frames import with_given
 from wfm_ds.models.tiny.sd3 import TRANSFORMER
-from wfm_ds.policy import add_adapters
 from wfm_ds.seeds import derive_seed
-from wfm_ds.world import World
 
 MICRO_STEPS, TERMS, STEPS = 2, 4, 2
 NUM_TERMS = MICRO_STEPS * TERMS

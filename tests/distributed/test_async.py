@@ -50,7 +50,7 @@ def train_beside_a_worker(recipe, overrides, output):
     from pathlib import Path
 
     from distributed.resuming import train_on_rank
-    from wfm_ds import recipe_file
+    from wfm_ds.recipe import file as recipe_file
     from wfm_ds.rollout import worker
 
     stop, tick, codes = threading.Event(), threading.Event(), []

@@ -12,12 +12,12 @@ from PIL import Image
 from clips import write_clip
 from distributed.resuming import train_on_rank
 from distributed.same_runs import assert_same_runs, records
-from wfm_ds import recipe_file
 from wfm_ds.data.buckets import Buckets
+from wfm_ds.data.datasets import load_data
 from wfm_ds.data.order import BucketOrder
 from wfm_ds.data.paired import PairedFolder
 from wfm_ds.data.pixels import Framing
-from wfm_ds.datasets import load_data
+from wfm_ds.recipe import file as recipe_file
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes" / "tiny"
 COMMON = [

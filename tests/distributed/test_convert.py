@@ -66,7 +66,7 @@ def saved_by_deepspeed(folder, stage, wrapped):
     from torch import nn
 
     from distributed.training import inputs
-    from wfm_ds.world import World
+    from wfm_ds.distributed.world import World
 
     class Wrapper(nn.Module):
         def __init__(self, transformer):

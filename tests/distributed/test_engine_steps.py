@@ -21,13 +21,13 @@ from distributed.training import (
     train_step,
 )
 from wfm_ds.algorithms import build_rl
-from wfm_ds.engine import DenoiserEngine, learning_rate
+from wfm_ds.distributed.world import COLLECTIVE_TIMEOUT_S, World
+from wfm_ds.engine.engine import DenoiserEngine, learning_rate
+from wfm_ds.engine.lockstep import Guard
 from wfm_ds.errors import RecipeError
-from wfm_ds.guard import Guard
-from wfm_ds.recipe import Recipe
-from wfm_ds.rl import RlTrainer
+from wfm_ds.recipe.schema import Recipe
 from wfm_ds.rollout.groups import PromptGroups
-from wfm_ds.world import COLLECTIVE_TIMEOUT_S, World
+from wfm_ds.training.rl import RlTrainer
 
 A_MATRIX = "transformer_blocks.0.attn.to_q.lora_A.default.weight"
 

@@ -17,7 +17,7 @@ from distributed.training import (
     train_step,
     zero3_with_threshold,
 )
-from wfm_ds.engine import learning_rate
+from wfm_ds.engine.engine import learning_rate
 
 STEPS = 4
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from distributed.training import TARGETS, small_recipe
-from wfm_ds.engine import DenoiserEngine, ema_decay, learning_rate
+from wfm_ds.distributed.world import World
+from wfm_ds.engine.engine import DenoiserEngine, ema_decay, learning_rate
+from wfm_ds.engine.policy import add_adapters
 from wfm_ds.models.experts import Experts
 from wfm_ds.models.tiny.wan21 import transformer
-from wfm_ds.policy import add_adapters
 from wfm_ds.seeds import derive_seed
-from wfm_ds.world import World
 
 RANKS, MICRO_STEPS = 2, 3
 # By optimizer step and micro-step. Expert 1 is idle in step 1, and begins step 2, which expert 0 only ends.

@@ -11,14 +11,14 @@ import torch
 from clips import write_clip
 from distributed.resuming import train_on_rank
 from families import CASES
-from wfm_ds import recipe_file
 from wfm_ds.algorithms.sft import validation_sigmas
+from wfm_ds.data.datasets import buckets_of
 from wfm_ds.data.media import load_media
 from wfm_ds.data.paired import PairedFolder
 from wfm_ds.data.pixels import centre
-from wfm_ds.datasets import buckets_of
 from wfm_ds.models import registry
-from wfm_ds.models.given import with_given
+from wfm_ds.models.conditional_frames import with_given
+from wfm_ds.recipe import file as recipe_file
 from wfm_ds.sampling.noise import seeded_normal
 from wfm_ds.seeds import derive_seed, uniform
 

@@ -3,9 +3,9 @@
 import os
 import threading
 
+from wfm_ds.distributed.heartbeat import start
+from wfm_ds.distributed.world import World
 from wfm_ds.errors import UserError
-from wfm_ds.heartbeat import start
-from wfm_ds.world import World
 
 FAR = "127.0.0.2"  # on one machine rank 0 listens on 127.0.0.1 alone
 

@@ -8,10 +8,10 @@ from safetensors.torch import load_file, save_file
 
 from distributed.training import small_recipe
 from families import CASES as FAMILIES
-from wfm_ds.derived import derive
-from wfm_ds.job import build_engine, freeze_base
+from wfm_ds.distributed.world import World
 from wfm_ds.models import registry
-from wfm_ds.world import World
+from wfm_ds.recipe.derived import derive
+from wfm_ds.training.build import build_engine, freeze_base
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # family, ZeRO, LoRA, dtype of training, dtype of the files

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-import wfm_ds.policy
+import wfm_ds.engine.policy
 from distributed.training import build, follow, full_tensors, plain_step, predict, small_sd3, zero3_with_threshold
-from wfm_ds.engine import ema_decay
+from wfm_ds.engine.engine import ema_decay
 
 STAGES = pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
 LORA = pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
@@ -141,7 +141,7 @@ def swap_after_step(config, refresh):
     with torch.no_grad():
         initial = predict(engine.forward_module, range(3))
     if not refresh:
-        wfm_ds.policy.refresh_persistent = lambda parameters: None
+        wfm_ds.engine.policy.refresh_persistent = lambda parameters: None
     plain_step(engine, 0)
     with engine.policy("ref"):
         return {"initial": initial, "ref": predict(engine.forward_module, range(3))}

@@ -10,9 +10,9 @@ from clips import write_clip
 from distributed.exports import assert_all_steps_taken, assert_draws, assert_loads, assert_trained
 from distributed.resuming import train_on_rank
 from families import CASES
-from wfm_ds import recipe_file
-from wfm_ds.derived import derive
 from wfm_ds.models.tiny import FAMILIES
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.derived import derive
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
 TINY = sorted((RECIPES / "tiny").glob("*.yaml"))
@@ -75,7 +75,7 @@ CHANGES = {
 
 def train_and_keep_pictures(recipe, overrides, kept):
     """... and write the last picture or frames that were drawn to the file `kept`, before they are compressed."""
-    from wfm_ds.sampler import Sampler
+    from wfm_ds.models.sampler import Sampler
 
     media = Sampler.media
 

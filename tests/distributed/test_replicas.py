@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from ranks import started
+from wfm_ds.distributed.liveness import MOVES
+from wfm_ds.distributed.world import World
+from wfm_ds.engine.lockstep import Guard
 from wfm_ds.errors import DataError, UserError
-from wfm_ds.guard import Guard
-from wfm_ds.moves import MOVES
-from wfm_ds.world import World
 
 
 @pytest.fixture(scope="module")

@@ -31,10 +31,10 @@ def digits(tmp_path_factory):
 
 def train_and_count(recipe, overrides):
     """One rank's part of a run, and how many files it read, batches it submitted and samples it decoded."""
-    from wfm_ds import sft
     from wfm_ds.data import order
     from wfm_ds.models.base import DiffusionModel
     from wfm_ds.rollout.rewards import RewardClient
+    from wfm_ds.training import sft
 
     counts = {"read": 0, "submitted": 0, "decoded": 0, "encoded": 0}
 

@@ -7,10 +7,11 @@ import pytest
 
 import s3
 from distributed.resuming import STEPS, assert_equal_runs, settings, train_on_rank, weights
-from wfm_ds import recipe_file, transfer
 from wfm_ds.checkpoint import remote, store
 from wfm_ds.data.digits import write_digits
-from wfm_ds.mirror import Mirror
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.run.mirror import Mirror
+from wfm_ds.storage import transfer
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def wait_for_main(refuse):
     """What `patiently` gives on this rank, while rank 0 takes longer than the others wait for one sign of life."""
     import threading
 
-    from wfm_ds import world
+    from wfm_ds.distributed import world
     from wfm_ds.errors import UserError
 
     signs, patience, world.PATIENCE_S = [], world.PATIENCE_S, 0.05

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from diffusers import SD3Transformer2DModel
 
-from wfm_ds.engine import DenoiserEngine, ema_decay
-from wfm_ds.recipe import Recipe
+from wfm_ds.distributed.world import World
+from wfm_ds.engine.engine import DenoiserEngine, ema_decay
+from wfm_ds.recipe.schema import Recipe
 from wfm_ds.seeds import derive_seed
-from wfm_ds.world import World
 
 ROOT = Path(__file__).parent.parent.parent
 RANKS, MICRO_STEPS, TERMS = 2, 3, 2  # terms per micro-step and rank

@@ -15,7 +15,7 @@ import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
 
-from wfm_ds import recipe_file
+from wfm_ds.recipe import file as recipe_file
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = "recipes/tiny/sd3_nft.yaml"

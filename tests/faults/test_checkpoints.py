@@ -24,8 +24,8 @@ def die():
 
 def save_and_die(root, rank, moment):
     """Save steps 1 and 2, of two files a rank; `rank` is killed just before the second `moment` is written."""
-    from wfm_ds import atomic
-    from wfm_ds.world import World
+    from wfm_ds.distributed.world import World
+    from wfm_ds.storage import atomic
 
     world, seen, write_text = World.join(), [], atomic.write_text
 
@@ -66,8 +66,8 @@ def test_rank_killed_while_saving_leaves_the_last_complete_one(two_ranks, tmp_pa
 
 def save_into_a_read_only_folder(root):
     """Save step 1; then step 2, into a folder that nobody may write to, not even root; then step 2 once more."""
+    from wfm_ds.distributed.world import World
     from wfm_ds.errors import UserError
-    from wfm_ds.world import World
 
     world, root = World.join(), Path(root)
 
@@ -129,7 +129,7 @@ def train_with_a_limit(recipe, overrides, step, lethal):
     disk.
     """
     from wfm_ds.errors import UserError
-    from wfm_ds.monitor import Monitor
+    from wfm_ds.monitoring.monitor import Monitor
 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

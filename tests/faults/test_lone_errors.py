@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from wfm_ds.data.digits import write_digits
-from wfm_ds.ending import Ending
+from wfm_ds.distributed.fault import RollCall
+from wfm_ds.distributed.heartbeat import Heartbeat, Roll
+from wfm_ds.distributed.world import World
 from wfm_ds.errors import DataError
-from wfm_ds.heartbeat import Heartbeat, Roll
-from wfm_ds.roll_call import RollCall
-from wfm_ds.world import World
+from wfm_ds.run.ending import Ending
 
 ROOT = Path(__file__).parent.parent.parent
 WAIT_S = 300.0

@@ -16,8 +16,8 @@ import pytest
 from distributed.resuming import train_on_rank
 from distributed.same_runs import assert_same_runs
 from wfm_ds.data.digits import write_digits
-from wfm_ds.heartbeat import EXIT_S, SILENT_S
-from wfm_ds.world import free_port
+from wfm_ds.distributed.heartbeat import EXIT_S, SILENT_S
+from wfm_ds.distributed.world import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 WAIT_S = 300.0

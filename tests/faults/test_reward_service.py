@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from faults.processes import PATIENCE_S, go_on, stop, until, wait
-from wfm_ds.recipe import RewardRecipe
+from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout.rewards import RewardClient, RewardService
 from wfm_ds.types import MediaBatch
 
@@ -185,7 +185,7 @@ def test_a_service_that_is_gone_for_good_fails_what_waits_for_it(tmp_path):
 def test_a_killed_trainer_leaves_no_process_and_no_socket(tmp_path):
     code = f"""
 import sys, pathlib, numpy
-from wfm_ds.recipe import RewardRecipe
+from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout.rewards import RewardClient, RewardService
 from wfm_ds.types import MediaBatch
 folder = pathlib.Path({str(tmp_path)!r})

@@ -14,7 +14,7 @@ import pytest
 
 from faults.processes import MIB, PATIENCE_S, go_on, modest, stop, until, wait
 from reward_http import serving
-from wfm_ds.recipe import RewardRecipe
+from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout.rewards import RewardClient, RewardService
 from wfm_ds.types import MediaBatch
 

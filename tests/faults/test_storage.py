@@ -8,9 +8,9 @@ import pytest
 
 import s3
 from distributed.resuming import ROOT, settings
-from wfm_ds import transfer
 from wfm_ds.checkpoint import remote, store
 from wfm_ds.data.digits import write_digits
+from wfm_ds.storage import transfer
 
 DEADLINE_S = 300.0
 

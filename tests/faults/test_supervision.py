@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from faults.processes import PATIENCE_S, until
-from wfm_ds import recipe_file
 from wfm_ds.pipes.client import PipeClient, TaskRequest
-from wfm_ds.recipe import RewardRecipe
-from wfm_ds.rollout import service
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.sections import RewardRecipe
+from wfm_ds.rollout import KIND, service
 from wfm_ds.rollout.rewards import RewardClient, RewardService
-from wfm_ds.rollout.worker import KIND
 from wfm_ds.types import MediaBatch
 
 TESTS = Path(__file__).parent.parent

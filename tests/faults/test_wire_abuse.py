@@ -24,7 +24,7 @@ from wfm_ds.errors import RewardError
 from wfm_ds.pipes.keys import new
 from wfm_ds.pipes.messages import HUB_TO_CLIENT
 from wfm_ds.pipes.wire import FRAME_BYTES, HEADER_BYTES, MAX_FRAMES, PROTOCOL, checksum, decode, encode
-from wfm_ds.recipe import RewardRecipe
+from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.types import MediaBatch
 

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-from wfm_ds.recipe import RewardRecipe
+from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.types import MediaBatch
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from families import CASES, EXACT, PROMPTS, stock
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
+from wfm_ds.models.conditional_frames import with_given
 from wfm_ds.models.cosmos25 import provide_resize
-from wfm_ds.models.given import with_given
 from wfm_ds.models.tiny.cosmos25 import TRANSFORMER
 
 NO_TORCHVISION = pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is there")

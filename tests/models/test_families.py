@@ -11,7 +11,7 @@ from wfm_ds.checkpoint.adapter import load_adapter
 from wfm_ds.checkpoint.export import export
 from wfm_ds.checkpoint.target import ExportTarget
 from wfm_ds.models import registry
-from wfm_ds.models.given import MASK, with_given
+from wfm_ds.models.conditional_frames import MASK, with_given
 from wfm_ds.sampling.noise import seeded_normal
 
 FAMILIES = pytest.mark.parametrize("family", CASES)

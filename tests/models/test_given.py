@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from wfm_ds.models.given import LATENTS, MASK, given_frames, with_given
+from wfm_ds.models.conditional_frames import LATENTS, MASK, given_frames, with_given
 
 
 def test_each_row_gives_its_own_number_of_first_frames():

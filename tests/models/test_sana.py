@@ -21,7 +21,7 @@ from families import CASES, EXACT, PROMPTS, denoise_latents, draw, stock
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
 from wfm_ds.models.base import seeded
-from wfm_ds.models.given import with_given
+from wfm_ds.models.conditional_frames import with_given
 from wfm_ds.models.sana import INSTRUCTION, Sana
 from wfm_ds.models.sana_video import SanaVideo
 from wfm_ds.sampling.noise import seeded_normal

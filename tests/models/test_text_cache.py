@@ -5,7 +5,7 @@ from wfm_ds.errors import DataError, ModelError
 from wfm_ds.models import registry
 from wfm_ds.models.base import NegativeText
 from wfm_ds.models.text_cache import TextCache, num_bytes
-from wfm_ds.tensor_store import TensorStore
+from wfm_ds.storage.tensor_store import TensorStore
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from families import CASES, EXACT, PROMPTS, denoise_latents, draw, stock
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
+from wfm_ds.models.conditional_frames import with_given
 from wfm_ds.models.experts import Experts
-from wfm_ds.models.given import with_given
 from wfm_ds.models.tiny.wan21 import TRANSFORMER
 from wfm_ds.sampling.noise import seeded_normal
 

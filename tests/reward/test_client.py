@@ -14,7 +14,7 @@ from reward_http import Http, serving
 from wfm_ds.errors import RewardError
 from wfm_ds.pipes.client import Outcome, PipeClient
 from wfm_ds.pipes.keys import new
-from wfm_ds.recipe import RewardRecipe
+from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout.rewards import RewardClient, RewardService, service_config
 from wfm_ds.types import MediaBatch
 from wfm_reward.config import load_config

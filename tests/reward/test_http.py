@@ -18,10 +18,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from reward_http import TIMEOUT_S, TOKEN, Http, enqueue_body, serving
 from wfm_ds.errors import RewardError
-from wfm_ds.recipe import RewardRecipe
+from wfm_ds.monitoring.videos import gif_bytes, save_mp4
+from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.types import MediaBatch
-from wfm_ds.videos import gif_bytes, save_mp4
 from wfm_reward.config import HttpConfig
 from wfm_reward.web.access import check_token, service_token
 from wfm_reward.web.plain import parse_compute

@@ -12,7 +12,7 @@ import pytest
 
 from reward_http import TOKEN, Server, serving
 from wfm_ds.errors import RewardError
-from wfm_ds.recipe import RewardRecipe
+from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout.rewards import RewardClient, RewardService, service_config
 from wfm_ds.types import MediaBatch
 from wfm_reward import registry

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from wfm_ds import recipe_file
 from wfm_ds.pipes.client import PipeClient
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.sockets import private_folder
-from wfm_ds.rollout.worker import KIND, LOOK_S, Lanes, parser
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.rollout import KIND
+from wfm_ds.rollout.worker import LOOK_S, Lanes, parser
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny"
 DEADLINE_S = 30.0

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from wfm_ds import recipe_file
 from wfm_ds.models import registry
+from wfm_ds.models.sampler import Sampler
 from wfm_ds.models.text_cache import TextCache
+from wfm_ds.recipe import file as recipe_file
 from wfm_ds.rollout.groups import Group
 from wfm_ds.rollout.members import step_members
 from wfm_ds.rollout.rewards import RewardClient, RewardService
 from wfm_ds.rollout.scores import pack_scores, submit_pictures, unpack_scores
-from wfm_ds.sampler import Sampler
 from wfm_ds.types import Prompt, Score
 
 

@@ -8,15 +8,15 @@ import psutil
 import pytest
 import torch
 
-from wfm_ds import recipe_file
 from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.pipes.keys import KeyFileError, new
 from wfm_ds.pipes.sockets import private_folder
-from wfm_ds.preflight import check_workers
-from wfm_ds.recipe import Recipe
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.schema import Recipe
 from wfm_ds.rollout import service
 from wfm_ds.rollout.identity import identity, require_same
 from wfm_ds.rollout.service import OF_RANKS, RolloutService, endpoints, spawn_devices, stall_s
+from wfm_ds.training.preflight import check_workers
 
 TINY = Path(__file__).parent.parent.parent / "recipes" / "tiny"
 

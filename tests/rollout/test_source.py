@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import pytest
 
 from faults.processes import until
-from wfm_ds import recipe_file
 from wfm_ds.pipes.client import PipeClient
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.sockets import private_folder
-from wfm_ds.recipe import Recipe
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.rollout import KIND
 from wfm_ds.rollout.groups import Group
 from wfm_ds.rollout.source import _Lead
-from wfm_ds.rollout.worker import KIND
 from wfm_ds.types import Prompt
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "tiny" / "sd3_nft_async.yaml"

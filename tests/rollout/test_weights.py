@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from wfm_ds import recipe_file
 from wfm_ds.checkpoint.export import export
 from wfm_ds.checkpoint.target import ExportTarget
 from wfm_ds.models import registry
@@ -14,6 +13,7 @@ from wfm_ds.pipes.client import PipeClient
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.sockets import private_folder
 from wfm_ds.pipes.worker import TaskFailed
+from wfm_ds.recipe import file as recipe_file
 from wfm_ds.rollout.publisher import Manifest, described, publications
 from wfm_ds.rollout.weights import PolicyWeights
 

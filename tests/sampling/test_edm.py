@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wfm_ds.models.given import given_frames, with_given
+from wfm_ds.models.conditional_frames import given_frames, with_given
 from wfm_ds.sampling.edm import FIRST_CHURN, Churn, EdmStep, edm_plan, karras_levels, step_noise
 
 FP64 = torch.float64

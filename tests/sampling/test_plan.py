@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wfm_ds.errors import RecipeError
-from wfm_ds.recipe_sampling import ProgressiveWindow, RandomWindow, SubsetWindow
+from wfm_ds.recipe.sampling import ProgressiveWindow, RandomWindow, SubsetWindow
 from wfm_ds.sampling.denoise import step_seeds
 from wfm_ds.sampling.plan import deterministic_plan, noisy_steps, possible_steps, stochastic_plan
 from wfm_ds.sampling.schedule import shifted

@@ -9,7 +9,7 @@ from wfm_ds.algorithms.ddrl import Ddrl
 from wfm_ds.algorithms.diffusion_nft import DiffusionNft
 from wfm_ds.algorithms.flow_grpo import FlowGrpo
 from wfm_ds.errors import RecipeError
-from wfm_ds.recipe import Recipe
+from wfm_ds.recipe.schema import Recipe
 
 RlAlgorithm: TypeAlias = base.RlAlgorithm[Any, Any]
 RL_ALGORITHMS: dict[str, type[RlAlgorithm]] = {"diffusion_nft": DiffusionNft, "flow_grpo": FlowGrpo, "ddrl": Ddrl}
@@ -29,3 +29,9 @@ def _named(recipe: Recipe) -> type[RlAlgorithm]:
     if recipe.algorithm.name not in RL_ALGORITHMS:
         raise RecipeError(f"algorithm.name {recipe.algorithm.name} is not a reinforcement learning algorithm")
     return RL_ALGORITHMS[recipe.algorithm.name]
+
+
+def engine_policies(recipe: Recipe) -> frozenset[str]:
+    """The copies of the weights that the engine keeps for this recipe."""
+    algorithm = rl_policies(recipe) if recipe.is_rl else frozenset[str]()
+    return algorithm | ({"ema"} if recipe.ema is not None else set())

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from wfm_ds.recipe import RewardFunction, RewardRecipe
-    from wfm_ds.recipe_algorithms import RlSettings
+    from wfm_ds.recipe.algorithms import RlSettings
+    from wfm_ds.recipe.sections import RewardFunction, RewardRecipe
     from wfm_ds.types import Score
 
 Array: TypeAlias = npt.NDArray[np.float64]

@@ -13,8 +13,8 @@ from wfm_ds.algorithms.advantages import Advantages, Rewards, step_advantages
 from wfm_ds.algorithms.batch import Term, TermBatch
 
 if TYPE_CHECKING:
-    from wfm_ds.recipe import Recipe
-    from wfm_ds.recipe_algorithms import RlSettings
+    from wfm_ds.recipe.algorithms import RlSettings
+    from wfm_ds.recipe.schema import Recipe
     from wfm_ds.sampling.denoise import Plan
     from wfm_ds.types import Rollout
 

@@ -21,7 +21,7 @@ from wfm_ds.algorithms.batch import Term, TermBatch
 from wfm_ds.algorithms.ddrl_terms import data_loss, data_sigma, log_ratio, reference_kl
 from wfm_ds.algorithms.flow_grpo import clipped_policy_loss
 from wfm_ds.errors import RecipeError
-from wfm_ds.recipe_algorithms import DdrlAlgorithm
+from wfm_ds.recipe.algorithms import DdrlAlgorithm
 from wfm_ds.sampling.denoise import step_seeds
 from wfm_ds.sampling.edm import Churn, EdmPlan, edm_plan
 from wfm_ds.sampling.noise import drawn_normal, noisy_latents, seeded_normal
@@ -29,7 +29,7 @@ from wfm_ds.seeds import derive_seed
 from wfm_ds.types import GivenLatents
 
 if TYPE_CHECKING:
-    from wfm_ds.recipe import Recipe
+    from wfm_ds.recipe.schema import Recipe
     from wfm_ds.types import Rollout
 
 RANDOM_STEP = -1  # in train_on

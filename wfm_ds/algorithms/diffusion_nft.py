@@ -19,15 +19,15 @@ from wfm_ds.algorithms.base import RlAlgorithm, Stats, StepSamples, column, shar
 from wfm_ds.algorithms.batch import Term, TermBatch
 from wfm_ds.algorithms.plans import rollout_plan
 from wfm_ds.algorithms.terms import trained_step_indices
-from wfm_ds.recipe_algorithms import NftAlgorithm
+from wfm_ds.recipe.algorithms import NftAlgorithm
 from wfm_ds.sampling.noise import noisy_latents, seeded_normal
 from wfm_ds.sampling.shapes import require_latents, require_vectors, sample_mean
 from wfm_ds.seeds import derive_seed
 from wfm_kernels import nft_loss as fused_nft_loss
 
 if TYPE_CHECKING:
-    from wfm_ds.recipe import Recipe
-    from wfm_ds.recipe_algorithms import DecaySchedule
+    from wfm_ds.recipe.algorithms import DecaySchedule
+    from wfm_ds.recipe.schema import Recipe
     from wfm_ds.sampling.denoise import Plan
     from wfm_ds.types import Rollout
 

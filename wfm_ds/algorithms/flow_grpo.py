@@ -22,15 +22,15 @@ from wfm_ds.algorithms.batch import Term, TermBatch
 from wfm_ds.algorithms.plans import rollout_plan
 from wfm_ds.algorithms.terms import trained_step_indices
 from wfm_ds.errors import RecipeError
-from wfm_ds.recipe_algorithms import FlowGrpoAlgorithm
+from wfm_ds.recipe.algorithms import FlowGrpoAlgorithm
 from wfm_ds.sampling.plan import STD, possible_steps
 from wfm_ds.sampling.shapes import require_vectors, sample_mean
 from wfm_ds.seeds import derive_seed
 from wfm_kernels import sde_log_prob
 
 if TYPE_CHECKING:
-    from wfm_ds.recipe import Recipe
-    from wfm_ds.recipe_sampling import SamplingRecipe
+    from wfm_ds.recipe.sampling import SamplingRecipe
+    from wfm_ds.recipe.schema import Recipe
     from wfm_ds.sampling.denoise import FlowPlan, Plan
     from wfm_ds.types import Rollout
 

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from wfm_ds.recipe_sampling import NOISE_LEVELS
+from wfm_ds.recipe.sampling import NOISE_LEVELS
 from wfm_ds.sampling.plan import deterministic_plan, noisy_steps, stochastic_plan
 
 if TYPE_CHECKING:
-    from wfm_ds.recipe_sampling import SamplingRecipe
+    from wfm_ds.recipe.sampling import SamplingRecipe
     from wfm_ds.sampling.denoise import FlowPlan
 
 

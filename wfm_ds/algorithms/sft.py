@@ -21,7 +21,7 @@ from wfm_ds.sampling.shapes import require_latents, require_vectors, sample_mean
 from wfm_ds.seeds import uniform
 
 if TYPE_CHECKING:
-    from wfm_ds.recipe_algorithms import SftAlgorithm
+    from wfm_ds.recipe.algorithms import SftAlgorithm
 
 NUM_BUCKETS = 8  # equal parts of q, in sft/loss_bucket<j> and val/loss_bucket<j>
 MAX_SIGMA_SQRT_WEIGHT = 100.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wfm_ds.recipe_algorithms import num_of_share
+from wfm_ds.recipe.algorithms import num_of_share
 from wfm_ds.seeds import derive_seed
 
 

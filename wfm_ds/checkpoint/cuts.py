@@ -18,8 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from wfm_ds.engine.policy import Piece
 from wfm_ds.errors import UserError
-from wfm_ds.policy import Piece
 
 Layout = Mapping[str, Piece]
 """By parameter name."""

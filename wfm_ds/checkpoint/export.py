@@ -22,11 +22,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from wfm_ds import atomic
 from wfm_ds.checkpoint.pipeline_folder import CALL, components, read_index, share_unchanged
 from wfm_ds.checkpoint.target import WEIGHTS, ExportTarget, call_json
 from wfm_ds.checkpoint.tensor_file import Spec, TensorFile
 from wfm_ds.errors import ModelError, UserError
+from wfm_ds.storage import atomic
 
 log = logging.getLogger(__name__)
 

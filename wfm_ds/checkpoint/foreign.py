@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wfm_ds.checkpoint.export import LORA_FILES, LORA_FOLDER, LORA_PREFIX
 from wfm_ds.checkpoint.target import ExportTarget
-from wfm_ds.engine import persistent_buffers
+from wfm_ds.engine.engine import persistent_buffers
 from wfm_ds.errors import ModelError, UserError
 from wfm_ds.models.loading import read_json
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from wfm_ds.checkpoint.cuts import CutStates
 from wfm_ds.checkpoint.export import LORA_KEY, TensorSource, adapter_shapes
 from wfm_ds.checkpoint.target import ExportTarget
-from wfm_ds.engine import OPTIMIZER, persistent_buffers
+from wfm_ds.engine.engine import OPTIMIZER, persistent_buffers
 from wfm_ds.errors import ModelError, UserError
 
 ADAPTER = ".default."  # the trained adapter's name within those of its parameters

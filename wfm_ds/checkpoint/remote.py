@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wfm_ds import atomic, transfer
 from wfm_ds.checkpoint.store import COMPLETE, STEP_FOLDER, Checkpoint, kept_steps
 from wfm_ds.errors import StorageError
-from wfm_ds.storage import is_remote
-from wfm_ds.transfer import Moved, ignore
+from wfm_ds.storage import atomic, transfer
+from wfm_ds.storage.filesystem import is_remote
+from wfm_ds.storage.transfer import Moved, ignore
 
 log = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from wfm_ds import recipe_file
 from wfm_ds.checkpoint.cuts import CutStates, file_name, key, layout_to_json
 from wfm_ds.checkpoint.export import adapter_settings
 from wfm_ds.checkpoint.target import ExportTarget
-from wfm_ds.engine import DenoiserEngine
+from wfm_ds.engine.engine import DenoiserEngine
+from wfm_ds.recipe import file as recipe_file
 
 RECIPE = "recipe.yaml"
 EXPORT = "export"  # what the weights in a rank's file are to be exported as

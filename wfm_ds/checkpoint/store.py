@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wfm_ds import atomic
 from wfm_ds.errors import UserError
+from wfm_ds.storage import atomic
 
 if TYPE_CHECKING:
-    from wfm_ds.world import World
+    from wfm_ds.distributed.world import World
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wfm_ds import atomic
 from wfm_ds.data.paired import walk
 from wfm_ds.data.samples import MEDIA_SUFFIXES
 from wfm_ds.errors import DataError
+from wfm_ds.storage import atomic
 
 NUM_SHOWN = 10
 

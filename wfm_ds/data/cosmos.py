@@ -6,8 +6,8 @@ from pathlib import Path
 
 from wfm_ds.data.paired import file_id, walk
 from wfm_ds.data.samples import IMAGE_SUFFIXES, VIDEO_SUFFIXES, LocalFile, Sample, SampleSet
+from wfm_ds.distributed.liveness import MOVES
 from wfm_ds.errors import DataError
-from wfm_ds.moves import MOVES
 from wfm_ds.types import Prompt
 
 MEDIA_FOLDERS = {"videos": VIDEO_SUFFIXES, "images": IMAGE_SUFFIXES}

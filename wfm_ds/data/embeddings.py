@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from wfm_ds import atomic
 from wfm_ds.data.cosmos import EMBEDDING_FOLDERS, PICKLE_SUFFIXES, SAFE_SUFFIX, files_by_id
 from wfm_ds.errors import DataError
+from wfm_ds.storage import atomic
 
 KEY = "prompt_embeds"  # of the tensor in a safetensors file
 # What numpy's own pickles name, before version 2 and since, protocols 3 to 5.

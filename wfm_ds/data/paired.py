@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from wfm_ds.data.samples import MEDIA_SUFFIXES, LocalFile, Sample, SampleSet, parse_caption
+from wfm_ds.distributed.liveness import MOVES
 from wfm_ds.errors import DataError
-from wfm_ds.moves import MOVES
 from wfm_ds.types import Prompt
 
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from wfm_ds.errors import UserError
 
 if TYPE_CHECKING:
-    from wfm_ds.recipe import Recipe
-    from wfm_ds.world import World
+    from wfm_ds.distributed.world import World
+    from wfm_ds.recipe.schema import Recipe
 
 TIMEOUT_S = 24 * 3600.0  # that ranks wait for the last of them
 
@@ -32,9 +32,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from wfm_ds import lifecycle, recipe_file
+    from wfm_ds.distributed import lifecycle
+    from wfm_ds.distributed.lifecycle import choose_accelerator, quieten_libraries
     from wfm_ds.errors import RecipeError
-    from wfm_ds.train import choose_accelerator, quieten_libraries
+    from wfm_ds.recipe import file as recipe_file
 
     args = parser().parse_intermixed_args(lifecycle.strip_launcher_args(sys.argv[1:] if argv is None else argv))
     quieten_libraries()
@@ -53,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(recipe: Recipe) -> int:
     import torch.distributed as dist
 
-    from wfm_ds import lifecycle
-    from wfm_ds.world import World
+    from wfm_ds.distributed import lifecycle
+    from wfm_ds.distributed.world import World
 
     world = World.join(TIMEOUT_S)
     try:
@@ -70,10 +71,10 @@ def run(recipe: Recipe) -> int:
 
 def prepare(recipe: Recipe, world: World) -> str:
     """Fill the caches, every rank its share; what to tell the user. Raises UserError on all ranks alike."""
-    from wfm_ds.caches import Filler
-    from wfm_ds.datasets import load_data
-    from wfm_ds.job import freeze_base
-    from wfm_ds.preflight import load_model
+    from wfm_ds.data.datasets import load_data
+    from wfm_ds.run.model import load_model
+    from wfm_ds.training.build import freeze_base
+    from wfm_ds.training.caches import Filler
 
     data = world.checked(lambda: load_data(recipe))
     model = world.checked(lambda: load_model(recipe, world.device))
@@ -87,6 +88,6 @@ def prepare(recipe: Recipe, world: World) -> str:
 
 
 if __name__ == "__main__":
-    from wfm_ds.train import entry
+    from wfm_ds.distributed.lifecycle import entry
 
     entry(main)

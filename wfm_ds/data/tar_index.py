@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from wfm_ds import atomic, storage
+from wfm_ds.distributed.liveness import MOVES
 from wfm_ds.errors import DataError
-from wfm_ds.moves import MOVES
+from wfm_ds.storage import atomic
+from wfm_ds.storage import filesystem as storage
 
 CAPTION_FIELDS = ("json", "txt")
 MAX_CAPTION_BYTES = 1 << 20

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from wfm_ds import storage
 from wfm_ds.data.samples import MEDIA_SUFFIXES, Sample, SampleSet, parse_caption
 from wfm_ds.data.tar_index import Member, TarIndex, tar_index
 from wfm_ds.errors import DataError
+from wfm_ds.storage import filesystem as storage
 from wfm_ds.types import Prompt
 
 NUM_READERS = 16  # tars indexed at once: most of it is waiting

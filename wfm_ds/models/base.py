@@ -22,7 +22,8 @@ import transformers.utils.logging
 from torch import Tensor, nn
 
 from wfm_ds.errors import ModelError
-from wfm_ds.models import given, vae
+from wfm_ds.models import conditional_frames as given
+from wfm_ds.models import vae
 from wfm_ds.models.fingerprint import fingerprint
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class DiffusionModel(ABC):
     has_guardrail: ClassVar[bool] = False  # the pipeline has a safety checker (models/guardrail.py)
     # A family's default, which a loaded pipeline may narrow down or widen:
     denoiser_parts: tuple[str, ...] = ("transformer",)  # names in model_index.json; Wan 2.2 has two experts
-    conditional_frames: tuple[int, ...] = (0,)  # how many first latent frames may be given (models/given.py)
+    conditional_frames: tuple[int, ...] = (0,)  # how many first latent frames may be given (conditional_frames.py)
 
     def __init__(
         self,

@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from wfm_ds.models import guardrail
 from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.conditional_frames import given_frames
 from wfm_ds.models.fingerprint import fingerprint
-from wfm_ds.models.given import given_frames
 from wfm_ds.models.guardrail import Guardrail
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from wfm_ds.models.base import DiffusionModel
-from wfm_ds.tensor_store import TensorStore
+from wfm_ds.storage.tensor_store import TensorStore
 
 if TYPE_CHECKING:
     from wfm_ds.data.pixels import Framing

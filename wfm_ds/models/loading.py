@@ -19,7 +19,7 @@ import torch
 from diffusers import DiffusionPipeline
 from safetensors import SafetensorError, safe_open
 
-from wfm_ds.errors import ModelError
+from wfm_ds.errors import ModelError, UserError
 from wfm_ds.models.base import without_progress_bars
 
 LIBRARIES = ("diffusers", "transformers")
@@ -170,3 +170,16 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{file} must hold a JSON object, got {type(content).__name__}")
     return content
+
+
+def chosen_device(name: str | None) -> torch.device:
+    """The device that a command was asked for; unset: a GPU where there is one. UserError if it cannot be used."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"--device {name} cannot be used here ({reason}); leave it out, or name cpu or cuda") from error
+    return device

@@ -12,7 +12,7 @@ from diffusers.models.transformers.transformer_sana_video import SanaVideoTransf
 from torch import Tensor
 
 from wfm_ds.errors import ModelError
-from wfm_ds.models.given import GivenFrames, given_frames
+from wfm_ds.models.conditional_frames import GivenFrames, given_frames
 from wfm_ds.models.loading import read_json
 from wfm_ds.models.sana import STOCK_MULTIPLE, Sana
 

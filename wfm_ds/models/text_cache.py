@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wfm_ds.errors import DataError, ModelError
 from wfm_ds.models.base import DiffusionModel, NegativeText
-from wfm_ds.tensor_store import TensorStore
+from wfm_ds.storage.tensor_store import TensorStore
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.conditional_frames import given_frames
 from wfm_ds.models.experts import Experts
-from wfm_ds.models.given import given_frames
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning

@@ -1,7 +1,7 @@
 """`python -m wfm_ds.rollout`."""
 
+from wfm_ds.distributed.lifecycle import entry
 from wfm_ds.rollout.worker import main
-from wfm_ds.train import entry
 
 if __name__ == "__main__":
     entry(main)  # a chunk that nobody wants any more is not waited for

@@ -8,11 +8,11 @@ import torch
 
 from wfm_ds.algorithms import RlAlgorithm
 from wfm_ds.chunks import chunks
-from wfm_ds.job import Job
 from wfm_ds.rollout.groups import Group, GroupSource
 from wfm_ds.rollout.members import StepRollouts, rolled_out, step_members
 from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.rollout.scores import Scores, gather_scores, submit_pictures
+from wfm_ds.run.job import Job
 from wfm_ds.types import GivenLatents, Rollout, Score
 
 

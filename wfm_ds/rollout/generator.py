@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from wfm_ds.algorithms import RlAlgorithm
+from wfm_ds.models.sampler import Sampler
 from wfm_ds.pipes.worker import Progress
 from wfm_ds.rollout.packing import ChunkWork
 from wfm_ds.rollout.publisher import Manifest
 from wfm_ds.rollout.weights import PolicyWeights
-from wfm_ds.sampler import Sampler
 from wfm_ds.sampling.denoise import Trajectory
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from wfm_ds.data.order import BatchSource, TrainingSample
 from wfm_ds.data.prompts import PromptOrder
-from wfm_ds.replica_data import pack_prompt, read_once, unpack_prompt
+from wfm_ds.data.replica import pack_prompt, read_once, unpack_prompt
 from wfm_ds.seeds import derive_seed
 from wfm_ds.types import Prompt
 
 if TYPE_CHECKING:
-    from wfm_ds.job import Job
+    from wfm_ds.run.job import Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

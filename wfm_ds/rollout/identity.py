@@ -10,7 +10,7 @@ from typing import Any
 from wfm_ds.errors import RecipeError
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.fingerprint import fingerprint
-from wfm_ds.recipe import Recipe
+from wfm_ds.recipe.schema import Recipe
 
 ELSEWHERE = {"model": {"path"}}  # keys that may differ from machine to machine
 

@@ -13,10 +13,10 @@ from typing import Any
 from wfm_ds.checkpoint.export import LORA_FOLDER, export
 from wfm_ds.checkpoint.target import ExportTarget
 from wfm_ds.errors import UserError
-from wfm_ds.job import Job
 from wfm_ds.pipes.hub import Hub
-from wfm_ds.recipe import Recipe
-from wfm_ds.traces import POLICY
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.run.job import Job
+from wfm_ds.run.layout import POLICY
 
 HASH_BYTES = 1 << 20
 

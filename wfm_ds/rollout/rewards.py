@@ -24,13 +24,13 @@ from typing import Any
 import numpy as np
 import yaml
 
+from wfm_ds.distributed.liveness import MOVES
 from wfm_ds.errors import RewardError
-from wfm_ds.moves import MOVES
 from wfm_ds.pipes.client import Outcome, PipeClient
 from wfm_ds.pipes.keys import KeyFileError, client_keys
 from wfm_ds.pipes.sockets import PipeError, private_folder
 from wfm_ds.pipes.submission import submit_in_pieces
-from wfm_ds.recipe import RewardFunction, RewardRecipe
+from wfm_ds.recipe.sections import RewardFunction, RewardRecipe
 from wfm_ds.types import MediaBatch, Score
 
 log = logging.getLogger(__name__)

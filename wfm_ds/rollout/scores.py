@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from wfm_ds.distributed.world import World
 from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.types import MediaBatch, Prompt, Score
-from wfm_ds.world import World
 
 if TYPE_CHECKING:
-    from wfm_ds.job import Job
+    from wfm_ds.run.job import Job
 
 Scores = dict[str, dict[str, Score]]
 """By sample id and reward."""

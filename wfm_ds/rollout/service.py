@@ -17,16 +17,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from wfm_ds import atomic
+from wfm_ds.distributed.world import free_port
 from wfm_ds.errors import RecipeError
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.keys import HubKeys, hub_keys
 from wfm_ds.pipes.sockets import private_folder
 from wfm_ds.pipes.status import Ended
-from wfm_ds.recipe import Recipe, RewardRecipe, RolloutRecipe
-from wfm_ds.rollout.worker import KIND
-from wfm_ds.traces import ROLLOUT
-from wfm_ds.world import free_port
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.sections import RewardRecipe, RolloutRecipe
+from wfm_ds.rollout import KIND
+from wfm_ds.run.layout import ROLLOUT
+from wfm_ds.storage import atomic
 
 log = logging.getLogger(__name__)
 

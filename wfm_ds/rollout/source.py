@@ -14,13 +14,13 @@ from torch import Tensor
 
 from wfm_ds.algorithms import RlAlgorithm
 from wfm_ds.errors import RunError
-from wfm_ds.job import Job
 from wfm_ds.pipes.client import Outcome, PipeClient, TaskRequest
 from wfm_ds.pipes.hub import Hub
 from wfm_ds.pipes.keys import ClientKeys
 from wfm_ds.pipes.messages import MAX_ROWS
 from wfm_ds.pipes.sockets import PipeError
 from wfm_ds.pipes.wire import Message, WireError
+from wfm_ds.rollout import KIND
 from wfm_ds.rollout.coordinator import Chunk, Closed, Coordinator
 from wfm_ds.rollout.groups import GroupSource
 from wfm_ds.rollout.identity import identity
@@ -29,7 +29,7 @@ from wfm_ds.rollout.packing import ChunkWork, nothing, require_stored, unpack_tr
 from wfm_ds.rollout.publisher import Publisher, remove_publications
 from wfm_ds.rollout.scores import unpack_scores
 from wfm_ds.rollout.service import RolloutService, trainer_keys
-from wfm_ds.rollout.worker import KIND
+from wfm_ds.run.job import Job
 from wfm_ds.sampling.denoise import FlowPlan
 from wfm_ds.types import Rollout, Score
 

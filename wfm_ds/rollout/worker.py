@@ -25,15 +25,15 @@ from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.pipes.client import PipeClient
 from wfm_ds.pipes.keys import ClientKeys, KeyFileError, client_keys
 from wfm_ds.pipes.worker import Answer, LeaseWorker, Progress, TaskFailed, TaskInHand
+from wfm_ds.rollout import KIND
 
 if TYPE_CHECKING:
-    from wfm_ds.recipe import Recipe
+    from wfm_ds.recipe.schema import Recipe
     from wfm_ds.rollout.generator import Generator
     from wfm_ds.rollout.rewards import RewardClient
 
 log = logging.getLogger("wfm_ds.rollout")
 
-KIND = "denoise"
 ATTACH_S = 60.0
 LOOK_S = 1.0  # between looks at the hub and at the lanes
 LEAVE_S = 5.0  # to tell the hub
@@ -82,8 +82,8 @@ def _name(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from wfm_ds import recipe_file
-    from wfm_ds.train import quieten_libraries
+    from wfm_ds.distributed.lifecycle import quieten_libraries
+    from wfm_ds.recipe import file as recipe_file
 
     args = parser().parse_intermixed_args(argv)
     stop = threading.Event()
@@ -137,15 +137,15 @@ def build_generator(
     import torch
 
     from wfm_ds.algorithms import build_rl
-    from wfm_ds.generate import chosen_device
+    from wfm_ds.distributed.world import threads_per_rank
+    from wfm_ds.models.loading import chosen_device
+    from wfm_ds.models.sampler import Sampler
     from wfm_ds.models.text_cache import TextCache
-    from wfm_ds.preflight import load_model
     from wfm_ds.rollout.generator import Generator
     from wfm_ds.rollout.identity import identity, require_same
     from wfm_ds.rollout.weights import PolicyWeights
-    from wfm_ds.sampler import Sampler
-    from wfm_ds.tensor_store import TensorStore
-    from wfm_ds.world import threads_per_rank
+    from wfm_ds.run.model import load_model
+    from wfm_ds.storage.tensor_store import TensorStore
 
     torch.set_num_threads(threads_per_rank())
     model = load_model(recipe, chosen_device(device), placed=True)

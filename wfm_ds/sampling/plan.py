@@ -15,7 +15,7 @@ from wfm_ds.seeds import derive_seed
 from wfm_kernels import sde_coefficients
 
 if TYPE_CHECKING:
-    from wfm_ds.recipe_sampling import Window
+    from wfm_ds.recipe.sampling import Window
 
 STD = 2  # the column of a coefficient table that holds the standard deviation of a step's noise
 

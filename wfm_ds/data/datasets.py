@@ -1,0 +1,223 @@
+"""The data that a recipe names: found by a scan, divided, framed, and opened as a source of batches."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from wfm_ds.data.buckets import Buckets, automatic_sizes
+from wfm_ds.data.cosmos import CosmosFolder
+from wfm_ds.data.media import load_media
+from wfm_ds.data.order import BatchSource
+from wfm_ds.data.paired import PairedFolder
+from wfm_ds.data.pixels import BadMedia, Framing, centre
+from wfm_ds.data.prompts import load_prompt_file, load_prompts
+from wfm_ds.data.samples import REASONS, Media, Sample, SampleSet
+from wfm_ds.data.webdataset import TarShards
+from wfm_ds.distributed.liveness import MOVES
+from wfm_ds.errors import DataError, RecipeError
+from wfm_ds.recipe.data import DataRecipe
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.types import Prompt
+
+if TYPE_CHECKING:
+    from wfm_ds.distributed.world import World
+
+log = logging.getLogger(__name__)
+
+Cached: TypeAlias = Callable[[Media, Framing], Any]  # the kept latents of a medium, None where there are none
+
+
+class SizedModel(Protocol):
+    """What a model says about sizes (models/base.py)."""
+
+    def latent_shape(self, height: int, width: int, num_frames: int, /) -> tuple[int, ...]:
+        """Raises ValueError for a size that the family cannot make."""
+        ...
+
+    def size_multiple(self, num_frames: int, /) -> int:
+        """What heights and widths must be multiples of."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingData:
+    """What a recipe's data section holds. SFT: media for training and validation; RL: prompts, or captioned media."""
+
+    prompts: list[Prompt]  # RL: to train on; the captions, where there are samples
+    samples: list[Sample]  # to train on
+    bad: Mapping[str, Sequence[str]]  # what else the training data holds: names by reason, of REASONS
+    held_out: list[Sample]  # SFT: for the validation loss
+    shown: list[Prompt]  # what validation samples
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.samples) + len(self.held_out)
+
+
+def load_data(recipe: Recipe) -> TrainingData:
+    """Raises DataError when a folder or file is missing, empty or too broken."""
+    data, validation = recipe.data, recipe.validation
+    prompts: list[Prompt] = []
+    samples: list[Sample] = []
+    held_out: list[Sample] = []
+    bad: Mapping[str, Sequence[str]] = {}
+    if data.kind == "prompts":
+        prompts = load_prompts(data.folder, data.name, data.split)
+    elif recipe.is_rl:
+        found = scanned(data, data.shards)
+        samples, bad = found.samples, found.bad
+        prompts = [sample.prompt for sample in samples]
+    else:
+        found = scanned(data, data.shards)
+        (samples, held_out), bad = divided(found, recipe), found.bad
+    of_data = distinct(held_out or samples) if samples else prompts
+    shown = load_prompt_file(validation.prompts) if validation.prompts else of_data
+    shown = shown[: validation.num_prompts]
+    return TrainingData(prompts=prompts, samples=samples, bad=bad, held_out=held_out, shown=shown)
+
+
+def divided(found: SampleSet, recipe: Recipe) -> tuple[list[Sample], list[Sample]]:
+    """What SFT trains on, and what it holds out."""
+    data, validation = recipe.data, recipe.validation
+    if validation.path is not None:
+        return found.samples, scanned(data, [validation.path]).samples
+    samples, held_out = found.split(validation.holdout)
+    if not samples:
+        raise DataError(f"{data.path}: validation.holdout {validation.holdout} leaves nothing to train on: lower it")
+    return samples, held_out
+
+
+def scanned(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
+    """What there is at these paths, one unless they name tar shards; what cannot be used is logged."""
+    found = sample_set(data, paths)
+    for reason, names in found.bad.items():
+        log.warning("%s: %d skipped, %s, e.g. %s", found.source, len(names), REASONS[reason], names[0])
+    return found
+
+
+def sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
+    if data.kind == "webdataset":
+        return TarShards(paths, cache_dir=data.cache_dir, max_bad_fraction=data.max_bad_fraction)
+    (folder,) = map(Path, paths)
+    if data.kind == "cosmos":
+        return CosmosFolder(folder, allow_pickle=data.allow_pickle, max_bad_fraction=data.max_bad_fraction)
+    return PairedFolder(folder, max_bad_fraction=data.max_bad_fraction)
+
+
+def buckets_of(recipe: Recipe, model: SizedModel) -> Buckets:
+    """Which pixels of the data's media the recipe trains on. Raises RecipeError for a size that the model has not."""
+    data, size = recipe.data, recipe.sampling
+    sizes = [(size.height, size.width)]
+    if data.buckets == "auto":
+        sizes = automatic_sizes(size.height, size.width, model.size_multiple(size.num_frames))
+    elif data.buckets is not None:
+        sizes = data.buckets
+    for height, width in sizes if data.buckets is not None else ():
+        try:
+            model.latent_shape(height, width, size.num_frames)
+        except ValueError as error:
+            raise RecipeError(f"data.buckets: the size [{height}, {width}] cannot be trained on: {error}") from error
+    framing = Framing(
+        height=size.height,
+        width=size.width,
+        num_frames=size.num_frames,
+        fps=data.fps,
+        clip=data.clip,
+        crop=data.crop,
+        max_upscale=data.max_upscale,
+        allow_repeats=data.allow_repeats,
+    )
+    return Buckets(framing, sizes)
+
+
+def dealt(samples: Sequence[Sample], buckets: Buckets, world: World, workers: int) -> list[int]:
+    """The bucket of each sample, by index; collective: each rank reads the sizes of its share."""
+    if len(buckets.sizes) == 1:
+        return [0] * len(samples)
+
+    def bucket(sample: Sample) -> int:
+        MOVES.alive()
+        return buckets.index_of(sample.media)
+
+    def measure() -> list[int]:
+        with ThreadPoolExecutor(workers) as pool:
+            return list(pool.map(bucket, samples[world.rank :: world.size]))
+
+    parts = world.gather(world.checked(measure))
+    found = [parts[i % world.size][i // world.size] for i in range(len(samples))]
+    counts = Counter(found)
+    shares = ", ".join(f"{h} x {w}: {counts[i]}" for i, (h, w) in enumerate(buckets.sizes) if counts[i])
+    log.info("samples by size: %s", shares)
+    return found
+
+
+def readable(samples: Sequence[Sample], recipe: Recipe, buckets: Buckets, count: int, *, whole: int) -> list[Sample]:
+    """The first `count` whose media can be decoded, which each of them was. Broken ones are left out and logged.
+
+    DataError if none can be, or if they are more than data.max_bad_fraction of `whole`, the data set that the samples
+    are from: a few of them say little about it.
+    """
+    usable, broken = list[Sample](), list[BadMedia]()
+    for sample in samples:
+        if len(usable) == count:
+            break
+        MOVES.alive()
+        try:
+            load_media(sample.media, buckets.framing_of(sample.media), centre)
+        except BadMedia as error:
+            broken.append(error)
+        else:
+            usable.append(sample)
+    if broken and (not usable or len(broken) > recipe.data.max_bad_fraction * whole):
+        raise DataError(
+            f"{len(broken)} of the first {len(usable) + len(broken)} media are bad, data.max_bad_fraction allows "
+            f"{recipe.data.max_bad_fraction:.0%} of {whole}: {'; '.join(map(str, broken[:10]))}"
+        )
+    for bad in broken:
+        log.warning("left out: %s", bad)
+    return usable
+
+
+def distinct(samples: Sequence[Sample]) -> list[Prompt]:
+    """One prompt per caption, in order."""
+    return list({sample.prompt.text: sample.prompt for sample in samples}.values())
+
+
+def batch_source(
+    recipe: Recipe,
+    world: World,
+    data: TrainingData,
+    buckets: Buckets,
+    *,
+    global_batch: int,
+    unit: int,
+    cached: Cached | None,
+) -> BatchSource:
+    """The batches of `global_batch` samples that a run trains on, over all ranks; each `unit` of neighbours has one
+    size. `cached`: latents that the run keeps. Collective; to be closed in the end."""
+    return BatchSource(
+        data.samples,
+        global_batch=global_batch,
+        seed=recipe.run.seed,
+        shuffle=recipe.data.shuffle,
+        framings=buckets.framings,
+        buckets=dealt(data.samples, buckets, world, recipe.data.workers),
+        unit=unit,
+        max_bad_fraction=recipe.data.max_bad_fraction,
+        workers=recipe.data.workers,
+        rejected={reason: len(data.bad.get(reason, [])) for reason in REASONS},
+        cached=cached,
+    )
+
+
+def log_rejected(data: TrainingData) -> None:
+    """Each entry of the training data that the scan rejected, for the run's log."""
+    for reason, names in data.bad.items():
+        for name in names:
+            log.info("skipped %s: %s (%s)", name, REASONS[reason], reason)

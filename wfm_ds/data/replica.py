@@ -1,0 +1,56 @@
+"""Data for a whole replica: its leader reads files, and the other ranks learn from it what they must know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from wfm_ds.data.order import TrainingSample
+from wfm_ds.data.samples import Sample
+from wfm_ds.distributed.world import World
+from wfm_ds.types import Prompt
+
+
+def read_once(world: World, read: Callable[[], list[TrainingSample]]) -> list[TrainingSample]:
+    """The samples that `read` gives on the leader, on every rank of its replica; collective. Only the leader's have
+    media, pixels or latents. A UserError that a leader raises is raised on all ranks."""
+    samples: list[TrainingSample] | None = world.checked(read, on="leaders")
+    packed = world.share(None if samples is None else [pack_sample(sample) for sample in samples])
+    return [unpack_sample(sample) for sample in packed] if samples is None else samples
+
+
+def chosen_once(world: World, samples: Sequence[Sample], choose: Callable[[], list[Sample]]) -> list[Sample]:
+    """Those of `samples` that `choose` gives on the leader, on every rank of its replica; collective, as `read_once`
+    is."""
+    chosen: list[Sample] | None = world.checked(choose, on="leaders")
+    places = {id(sample): place for place, sample in enumerate(samples)}
+    shared = world.share(None if chosen is None else [places[id(sample)] for sample in chosen])
+    return [samples[place] for place in shared]
+
+
+def pack_sample(sample: TrainingSample) -> list[Any]:
+    """JSON form of what a sample is, without its media."""
+    return [sample.sample_id, sample.epoch, sample.position, pack_prompt(sample.prompt)]
+
+
+def unpack_sample(packed: Sequence[Any]) -> TrainingSample:
+    sample_id, epoch, position, prompt = packed
+    return TrainingSample(
+        sample_id=sample_id,
+        epoch=epoch,
+        position=position,
+        prompt=unpack_prompt(prompt),
+        media=None,
+        framing=None,
+        pixels=None,
+    )
+
+
+def pack_prompt(prompt: Prompt) -> list[Any]:
+    """JSON form of a prompt that came from a JSON file."""
+    return [prompt.id, prompt.text, prompt.negative_text, dict(prompt.metadata)]
+
+
+def unpack_prompt(packed: Sequence[Any]) -> Prompt:
+    prompt_id, text, negative_text, metadata = packed
+    return Prompt(id=prompt_id, text=text, negative_text=negative_text, metadata=metadata)

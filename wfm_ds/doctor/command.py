@@ -1,0 +1,95 @@
+"""`python -m wfm_ds.doctor [RECIPE [section.key=value ...]]`: is this machine, and is a recipe on it, ready to train?
+
+Exit codes: 0 nothing stands in the way; 2 something does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from wfm_ds.doctor.finding import Finding
+from wfm_ds.errors import UserError
+
+MASTER_PORT = 29500  # the launcher's, where several machines must agree on one
+COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="wfm_ds.doctor", description="Check the machine, and what a recipe needs of it, before a run."
+    )
+    p.add_argument("recipe", nargs="?", type=Path, help="a YAML recipe; without one, the machine only")
+    p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the recipe's")
+    p.add_argument("--ranks", type=int, help="processes of the run; default: the GPUs of this machine, or the fewest")
+    p.add_argument("--hostfile", type=Path, help="also check the hosts in it, over ssh")
+    p.add_argument(
+        "--master_port", type=int, default=MASTER_PORT, help="port at which ranks meet (default %(default)s)"
+    )
+    p.add_argument("--json", action="store_true", help="print JSON")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_intermixed_args(argv)
+    from wfm_ds.distributed.lifecycle import choose_accelerator, quieten_libraries
+
+    quieten_libraries()
+    choose_accelerator()
+    found = list(findings(args))
+    sys.stdout.write(as_json(found)) if args.json else print_table(found)
+    return 2 if any(finding.level == "error" for finding in found) else 0
+
+
+def findings(args: argparse.Namespace) -> Iterator[Finding]:
+    from wfm_ds.doctor.machine import host_findings, machine_findings, port_finding
+
+    yield from machine_findings()
+    yield port_finding(args.master_port, is_needed=args.hostfile is not None)
+    if args.hostfile is not None:
+        try:
+            yield from host_findings(args.hostfile)
+        except UserError as error:
+            yield Finding("hostfile", "error", str(error))
+    if args.recipe is not None:
+        yield from of_recipe(args)
+
+
+def of_recipe(args: argparse.Namespace) -> Iterator[Finding]:
+    from wfm_ds.doctor.recipe import recipe_findings
+    from wfm_ds.recipe import file as recipe_file
+
+    try:
+        recipe = recipe_file.load(args.recipe, args.overrides)
+    except UserError as error:
+        yield Finding("recipe", "error", str(error))
+        return
+    yield Finding("recipe", "ok", f"{args.recipe}: {recipe.algorithm.name}")
+    yield from recipe_findings(recipe, args.ranks or visible_gpus() or recipe.engine.sequence_parallel)
+
+
+def visible_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def as_json(found: Sequence[Finding]) -> str:
+    errors = sum(finding.level == "error" for finding in found)
+    return json.dumps({"errors": errors, "findings": [dataclasses.asdict(f) for f in found]}, indent=2) + "\n"
+
+
+def print_table(found: Sequence[Finding]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("", "what", "found", "what to do", show_lines=False)
+    for finding in found:
+        level = f"[{COLORS[finding.level]}]{finding.level}[/]"
+        table.add_row(level, escape(finding.name), escape(finding.text), escape(finding.advice))
+    Console(file=sys.stdout).print(table)

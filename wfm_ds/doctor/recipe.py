@@ -1,0 +1,156 @@
+"""Findings about what a recipe needs: the checks of training/preflight.py one by one, and memory and disk space."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import torch
+from torch import nn
+
+from wfm_ds.algorithms import engine_policies
+from wfm_ds.data.datasets import load_data
+from wfm_ds.doctor.finding import Finding, attempt
+from wfm_ds.errors import UserError
+from wfm_ds.models import registry
+from wfm_ds.models.loading import read_json
+from wfm_ds.recipe.deepspeed import deepspeed_config
+from wfm_ds.recipe.derived import derive
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.run.estimate import GIB, Memory, memory
+from wfm_ds.run.folder import find_start
+from wfm_ds.run.stored import require_storage
+from wfm_ds.storage.filesystem import ACCESS_KEY, ENDPOINT, REGION, SECRET_KEY
+from wfm_ds.training import preflight
+
+SERVICE_TIMEOUT_S = 15.0  # for a service that runs already; one that is to be started has the recipe's time
+DENOISERS = ("transformer", "transformer_2")
+STORAGE_ADVICE = (
+    f"create the bucket, and set {ACCESS_KEY}, {SECRET_KEY}, {ENDPOINT} and {REGION}, or AWS's own variables, to what "
+    "may list, read, write and delete there"
+)
+
+
+def recipe_findings(recipe: Recipe, world_size: int) -> Iterator[Finding]:
+    """In the order in which a user would mend it. Starts the reward service if the recipe does, and writes and removes
+    an object at checkpoint.storage; writes nothing else."""
+    yield from (Finding("recipe", "warning", doubt) for doubt in recipe.doubts())
+    yield attempt("batch", lambda: batch(recipe, world_size))
+    yield attempt("model", lambda: f"{registry.family_of(registry.resolve(recipe.model.path)).__name__}")
+    data = attempt("data", lambda: data_text(recipe))
+    yield data
+    if recipe.reward is not None and data.level == "ok":
+        yield attempt("rewards", lambda: reward_text(recipe))
+    yield attempt("output", lambda: preflight.beginning(find_start(recipe, world_size)))
+    if recipe.checkpoint.storage is not None:
+        yield attempt("storage", lambda: storage_text(recipe), STORAGE_ADVICE)
+    try:
+        sizes = estimate(recipe, world_size)
+    except UserError as error:
+        yield Finding("memory", "warning", f"cannot be estimated: {error}")
+    else:
+        yield memory_finding(sizes, world_size)
+        yield space_finding(recipe, sizes)
+
+
+def batch(recipe: Recipe, world_size: int) -> str:
+    derived = derive(recipe, world_size)
+    policies = engine_policies(recipe)
+    deepspeed_config(
+        recipe,
+        accumulation=derived.accumulation,
+        policies=policies,
+        world_size=world_size,
+        ranks_per_node=world_size,
+    )
+    return f"{derived.samples_per_step} samples a step, {derived.samples_per_rank} on each of {derived.replicas}"
+
+
+def data_text(recipe: Recipe) -> str:
+    data = load_data(recipe)
+    return f"{len(data.prompts)} prompts, {len(data.samples)} samples, {len(data.held_out)} held out"
+
+
+def reward_text(recipe: Recipe) -> str:
+    reward = recipe.reward
+    assert reward is not None
+    if reward.endpoint is not None:
+        reward = reward.model_copy(update={"start_timeout_s": min(SERVICE_TIMEOUT_S, reward.start_timeout_s)})
+        recipe = recipe.model_copy(update={"reward": reward})
+    data = load_data(recipe)
+    preflight.check_rewards(recipe, list({p.id: p for p in [*data.prompts, *data.shown]}.values()))
+    preflight.check_spawned_rewards(recipe)
+    return f"{', '.join(function.name for function in reward.functions)}: ready"
+
+
+def storage_text(recipe: Recipe) -> str:
+    assert recipe.checkpoint.storage is not None
+    require_storage(recipe)
+    return f"{recipe.checkpoint.storage} can be written and read"
+
+
+# ---- memory and disk space
+
+
+def estimate(recipe: Recipe, world_size: int) -> Memory:
+    """From the configuration of the denoiser: no weight is read or made. Raises ModelError."""
+    folder = registry.resolve(recipe.model.path)
+    return memory(recipe, empty_denoiser(folder), registry.family_of(folder).default_lora_targets, world_size)
+
+
+def empty_denoiser(folder: Path) -> nn.Module:
+    """All parts of a pipeline's denoiser, with shapes only."""
+    import diffusers
+
+    classes = {
+        part: diffusers_class[-1]
+        for part, diffusers_class in read_json(folder / "model_index.json").items()
+        if part in DENOISERS
+    }
+    parts = nn.ModuleDict()
+    for part, name in classes.items():
+        with torch.device("meta"):
+            parts[part] = getattr(diffusers, name).from_config(read_json(folder / part / "config.json"))
+    return parts
+
+
+def memory_finding(sizes: Memory, world_size: int) -> Finding:
+    """Each rank has a GPU of its own; without GPUs all ranks share the host's memory."""
+    if torch.cuda.is_available():
+        free, needed = torch.cuda.mem_get_info()[0], sizes.rank_bytes
+        where = "of a GPU"
+    else:
+        free, needed = psutil.virtual_memory().available, sizes.rank_bytes * world_size
+        where = f"of this machine for {world_size} ranks"
+    text = (
+        f"{needed / GIB:.2f} GiB for weights, gradients and states, {free / GIB:.2f} GiB {where} are free; "
+        "activations, text encoders and VAE come on top"
+    )
+    if needed > free:
+        return Finding(
+            "memory", "error", text, "train a lora, choose engine.deepspeed: zero3 or zero3_offload, or more ranks"
+        )
+    if needed > 0.7 * free:
+        return Finding("memory", "warning", text, "set model.gradient_checkpointing: true and small batches")
+    return Finding("memory", "ok", text)
+
+
+def space_finding(recipe: Recipe, sizes: Memory) -> Finding:
+    """The checkpoints that are kept, one more while it is written, and all exports."""
+    folder = recipe.run.output_dir.absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    keep = recipe.checkpoint
+    exports = 1 + (recipe.run.steps // keep.export_every if keep.export_every else 0)
+    needed = (keep.keep + 1) * sizes.checkpoint_bytes + exports * sizes.export_bytes
+    text = (
+        f"{needed / GIB:.2f} GiB for {keep.keep + 1} checkpoints and {exports} exports, {free / GIB:.2f} GiB free "
+        f"at {existing}"
+    )
+    if needed > free:
+        return Finding(
+            "disk space", "error", text, "lower checkpoint.keep, raise checkpoint.export_every, or move run.output_dir"
+        )
+    return Finding("disk space", "ok", text)

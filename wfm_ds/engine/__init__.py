@@ -1,0 +1,1 @@
+"""DeepSpeed around the denoiser, and the policies that its weights can show."""

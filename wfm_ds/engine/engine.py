@@ -1,0 +1,377 @@
+"""DenoiserEngine: DeepSpeed around the denoiser.
+
+Owns the scale of the loss, the optimizer step, the learning rate, which policy the weights show, and the way from
+shards to whole tensors. Knows no algorithm, no family and no file. Words: theta is the policy `train`; old, ref and ema
+are the others (policy.py). An update is an optimizer step that was applied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import deepspeed
+import peft
+import torch
+from torch import Tensor, nn
+
+from wfm_ds.distributed.liveness import MOVES
+from wfm_ds.distributed.world import World, ranks_per_node
+from wfm_ds.engine.lockstep import Guard
+from wfm_ds.engine.placement import cast_unplaced, place
+from wfm_ds.engine.policy import Flats, ShardedCopy, Shards, add_adapters, publish_to_adapter, use_adapter
+from wfm_ds.recipe.deepspeed import deepspeed_config, policy_copies
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.sections import OptimizerRecipe
+from wfm_ds.seeds import derive_seed
+from wfm_ds.ulysses.install import install
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+OPTIMIZER = "optimizer."  # before the names of the optimizer's states
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What an optimizer step did. The same on every rank."""
+
+    applied: bool  # False: a gradient was not finite somewhere, or there was no term; nothing moved on any rank
+    grad_norm: float  # global, before clipping, unscaled; NaN if not applied
+    clipped: bool
+    lr: float  # the rate of this step, or the one that it would have had
+
+
+def learning_rate(recipe: OptimizerRecipe, update: int, total_updates: int) -> float:
+    """Rate of update 1, 2, ..., total_updates.
+
+    The warm-up line leaves 0 at update 0 and reaches lr at update `warmup_steps`; linear and cosine then fall from lr,
+    in the first update after a run's start or at the end of the warm-up, to final_lr_fraction * lr in the last update.
+    """
+    if update < recipe.warmup_steps:
+        return recipe.lr * update / recipe.warmup_steps
+    peak = max(recipe.warmup_steps, 1)
+    progress = min(1.0, (update - peak) / max(total_updates - peak, 1))
+    falling = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 + 0.5 * math.cos(math.pi * progress)}
+    floor = 1.0 if recipe.schedule == "constant" else recipe.final_lr_fraction
+    return recipe.lr * (floor + (1.0 - floor) * falling[recipe.schedule])
+
+
+def ema_decay(largest: float, update: int) -> float:
+    """Decay of the average after update j = 1, 2, ...: min((1 + j) / (10 + j), largest)."""
+    return min((1 + update) / (10 + update), largest)
+
+
+class EngineForward:
+    """The denoiser as a family sees it: calls go through DeepSpeed, attributes (config, dtype, ...) are the module's.
+
+    DeepSpeed must see each forward whose output is differentiated, and its own `config` would hide diffusers'.
+    """
+
+    def __init__(self, engine: DenoiserEngine) -> None:
+        self._engine = engine
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._engine.forward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine.module, name)
+
+
+class DenoiserEngine:
+    """One denoiser, its DeepSpeed engine and its policies. Every method marked collective is called by all ranks."""
+
+    def __init__(
+        self, ds: Any, module: nn.Module, recipe: Recipe, world: World, policies: frozenset[str], total_updates: int
+    ) -> None:
+        """Use `build`. `ds`: what deepspeed.initialize returned for `module`."""
+        self.ds = ds
+        self.module = module
+        self.recipe = recipe
+        self.world = world
+        self.policies = policies
+        self.lora = recipe.lora is not None
+        self.accumulation = int(ds.gradient_accumulation_steps())
+        self.total_updates = total_updates
+        self.forward_module = cast(nn.Module, EngineForward(self))
+        self.active = "train"
+        self.num_updates = 0
+        self.num_skipped = 0
+        self.shards = Shards(ds)
+        self.copies = {name: ShardedCopy(self.shards) for name in sorted(policy_copies(policies, lora=self.lora))}
+        self._guard = Guard(world) if recipe.engine.guard else None
+        self._num_backwards = 0  # since the last step
+        self._due_backwards = self.accumulation
+        self._ema_seen = 0  # the update that the average saw last
+
+    @classmethod
+    def build(
+        cls,
+        denoiser: nn.Module,
+        recipe: Recipe,
+        world: World,
+        *,
+        lora_targets: Sequence[str],
+        policies: frozenset[str],
+        accumulation: int,
+        total_updates: int,
+    ) -> DenoiserEngine:
+        """Collective. Adapters or full training, gradient checkpointing, sequence parallelism, DeepSpeed, copies, in
+        this order.
+
+        denoiser: a diffusers model with equal weights on all ranks; it is changed in place. lora_targets: suffixes of
+        layers, unless the recipe names its own. policies: those wanted of old, ref, ema. accumulation: backward passes
+        per optimizer step. total_updates: optimizer steps of the run, where the schedule ends.
+        Raises RecipeError for a DeepSpeed JSON or LoRA targets that cannot work, UserError for a denoiser whose tokens
+        the ranks of a replica cannot share.
+        """
+        unknown = policies - {"old", "ref", "ema"}
+        if unknown:
+            raise ValueError(f"there are the policies old, ref and ema, not {', '.join(sorted(unknown))}")
+        config = deepspeed_config(
+            recipe,
+            accumulation=accumulation,
+            policies=policies,
+            world_size=world.size,
+            ranks_per_node=ranks_per_node(world.size),
+        )
+        dtype = DTYPES[recipe.model.dtype]
+        place(denoiser, config, dtype, world.device)
+        module: Any = denoiser
+        if recipe.lora is None:
+            denoiser.requires_grad_(True)
+        else:
+            targets = recipe.lora.target_modules or list(lora_targets)
+            adapters = sorted(policy_copies(policies, lora=True))
+            seed = derive_seed(recipe.run.seed, "lora_init")
+            num_layers = add_adapters(denoiser, recipe.lora, targets, adapters, seed)
+            cast_unplaced(denoiser, dtype)
+            logger.info("LoRA of rank %d on %d layers (%s)", recipe.lora.rank, num_layers, ", ".join(targets))
+        if recipe.model.gradient_checkpointing:
+            module.enable_gradient_checkpointing()
+        if world.replica is not None:
+            install(denoiser, world.replica.group)
+        options = recipe.optimizer
+        optimizer = torch.optim.AdamW(
+            [parameter for parameter in denoiser.parameters() if parameter.requires_grad],
+            lr=options.lr,
+            betas=options.betas,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+        )
+        ds = deepspeed.initialize(model=denoiser, optimizer=optimizer, config=config, dist_init_required=False)[0]
+        return cls(ds, denoiser, recipe, world, policies, total_updates)
+
+    # Forwards
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Collective: the denoiser's output under the active policy. All ranks do the same forwards in one order."""
+        MOVES.begin("a forward of the denoiser")
+        return self.ds(*args, **kwargs)
+
+    def guard_check(self, *what: object, inputs: Sequence[Tensor] = ()) -> None:
+        """With engine.guard: raise on all ranks unless all are about to do the same (lockstep.py). Without: nothing."""
+        if self._guard is not None:
+            self._guard.check(*what, inputs=inputs)
+
+    @contextlib.contextmanager
+    def policy(self, name: str) -> Iterator[None]:
+        """Collective. Forwards inside use this policy, without gradient unless it is `train`. Does not nest.
+
+        Group forwards by phase: each change of policy costs an exchange of weights, or ZeRO-3's prefetch order.
+        """
+        self._require_train(f"policy({name!r})")
+        if name == "train":
+            yield
+            return
+        self._require_known(name)
+        self.active = name
+        try:
+            with torch.no_grad(), self._shown(name):
+                yield
+        finally:
+            self.active = "train"
+
+    @contextlib.contextmanager
+    def _shown(self, name: str) -> Iterator[None]:
+        if not self.lora:
+            with self.copies[name].applied():
+                yield
+            return
+        use_adapter(self.module, None if name == "ref" else name)
+        try:
+            yield
+        finally:
+            use_adapter(self.module, "default")
+
+    # Optimization
+
+    def expect(self, num_backwards: int) -> None:
+        """Collective, before an optimizer step's first backward: it has this many of them, not `accumulation`."""
+        if num_backwards < 1 or self._num_backwards:
+            raise RuntimeError(f"cannot expect {num_backwards} backwards after {self._num_backwards} of a step")
+        self._due_backwards = num_backwards
+
+    def backward(self, loss_sum: Tensor, num_terms: int) -> None:
+        """Collective. Back-propagate a micro-step so that all of a step's give the gradient of (1/N) sum l.
+
+        loss_sum: the sum of this rank's terms in this micro-step, fp32 scalar, equal on the ranks of a replica.
+        num_terms: N, the valid terms of the whole optimizer step over all replicas and micro-steps; 0: the step will
+        not be applied.
+        """
+        self._require_train("backward")
+        if loss_sum.ndim != 0:
+            raise ValueError(f"loss_sum must be a scalar, got the shape {tuple(loss_sum.shape)}")
+        if self._num_backwards == self._due_backwards:
+            raise RuntimeError(f"step() is due: {self._due_backwards} backwards make an optimizer step")
+        self._num_backwards += 1
+        MOVES.begin("a backward of the denoiser")
+        last = self._num_backwards == self._due_backwards
+        self.ds.set_gradient_accumulation_boundary(last)
+        # DeepSpeed averages over ranks and divides by its own number of micro-steps, however many there are. The ranks
+        # of a replica hold parts of one gradient, which add up: the factor is all ranks, not the replicas. Without a
+        # term, NaN makes DeepSpeed drop the step on all ranks.
+        scale = self.world.size * self.accumulation / num_terms if num_terms else math.nan
+        self.ds.backward(loss_sum * scale)
+        if not last:
+            self.ds.step()  # counts the micro-step, nothing else
+
+    def step(self) -> StepResult:
+        """Collective, after `accumulation` backwards. If a gradient is not finite on any rank, nothing moves on any."""
+        self._require_train("step")
+        if self._num_backwards != self._due_backwards:
+            raise RuntimeError(f"step() after {self._num_backwards} of {self._due_backwards} backwards")
+        self._num_backwards, self._due_backwards = 0, self.accumulation
+        MOVES.begin("an optimizer step")
+        lr = learning_rate(self.recipe.optimizer, self.num_updates + 1, self.total_updates)
+        for group in self.ds.optimizer.param_groups:
+            group["lr"] = lr
+        self.ds.step()
+        self.shards.forget_gradients()
+        if not self.ds.was_step_applied():
+            self.num_skipped += 1
+            return StepResult(applied=False, grad_norm=math.nan, clipped=False, lr=lr)
+        self.num_updates += 1
+        grad_norm, bound = float(self.ds.get_global_grad_norm()), self.recipe.engine.max_grad_norm
+        return StepResult(applied=True, grad_norm=grad_norm, clipped=0 < bound < grad_norm, lr=lr)
+
+    # Policies
+
+    def update_policy(self, name: str, decay: float) -> None:
+        """Collective. copy <- decay * copy + (1 - decay) * theta for `old` or `ema`; 0 copies theta."""
+        self._require_train("update_policy")
+        if name == "ref":
+            raise ValueError("ref is frozen: only old and ema follow the trained weights")
+        self._require_known(name)
+        self.copies[name].lerp_(decay)
+        if self.lora:
+            publish_to_adapter(self.module, self.copies[name], name)
+
+    def update_ema(self) -> None:
+        """Collective, after each step: the recipe's schedule. Nothing after a step that was not applied."""
+        options, update = self.recipe.ema, self.num_updates
+        if options is None or update == self._ema_seen:
+            return
+        self._ema_seen = update
+        if update % options.every == 0:
+            self.update_policy("ema", ema_decay(options.decay, update))
+
+    def distance(self, policy: str) -> float:
+        """Collective. norm(theta - policy) / norm(policy) over the trained tensors."""
+        masters, flats = self.shards.masters(), self._flats(policy)
+        sums = torch.zeros(2, dtype=torch.float64, device=masters[0].device)
+        for parameter in self.shards.pieces:
+            theta, other = self.shards.own(parameter, masters), self.shards.own(parameter, flats)
+            sums += torch.stack([(theta - other).double().square().sum(), other.double().square().sum()])
+        difference, norm = sums.tolist()
+        total = self.world.sums({"difference": difference, "norm": norm})
+        return math.sqrt(total["difference"] / total["norm"])
+
+    def named_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor | None]]:
+        """Collective, item by item: all ranks exhaust it. The tensor on rank 0's CPU, None elsewhere.
+
+        Trained tensors in fp32, from the masters of the policy. Full run: all parameters and persistent buffers under
+        their diffusers names. LoRA run: the adapter of the policy, without the adapter's name
+        (`transformer_blocks.0.attn.to_k.lora_A.weight`).
+        """
+        flats = self._flats(policy)
+        for name, parameter in self.module.named_parameters():
+            if parameter in self.shards.pieces:
+                MOVES.alive()
+                yield name.replace(".default.", "."), self.shards.gather(parameter, flats, self.world.device)
+        if not self.lora:
+            for name, buffer in persistent_buffers(self.module):
+                yield name, buffer.detach().cpu().clone() if self.world.is_main else None
+
+    # Checkpoints
+
+    def counters(self) -> dict[str, int]:
+        """The same on every rank."""
+        return {"updates": self.num_updates, "skipped": self.num_skipped, "ema_seen": self._ema_seen}
+
+    def states(self) -> dict[str, list[Tensor]]:
+        """This rank's share of all that training changes, by name: `train`, the policies that follow it, and the
+        optimizer's states as `optimizer.NAME`. Of each name one tensor per optimizer group, cut as `shards.layout()`
+        says; [] if it is one number for the whole group (AdamW's step). Views: they change with the next step."""
+        states = {"train": self.shards.masters(), **{n: list(copy.flats) for n, copy in self._moving_copies().items()}}
+        of_groups = self.shards.optimizer_states()
+        for name in of_groups[0]:
+            states[OPTIMIZER + name] = [of_group[name].detach() for of_group in of_groups]
+        return states
+
+    @torch.no_grad()
+    def restore(self, counters: Mapping[str, int], states: Mapping[str, Flats]) -> None:
+        """Collective: take up what `counters` and `states` gave; the forwards follow."""
+        self._require_train("restore")
+        self.num_updates, self.num_skipped = counters["updates"], counters["skipped"]
+        self._ema_seen = counters["ema_seen"]
+        masters = self.shards.masters()
+        torch._foreach_copy_(masters, list(states["train"]))
+        self.shards.install(masters)
+        for name, copy in self._moving_copies().items():
+            torch._foreach_copy_(copy.flats, list(states[name]))
+        for group, of_group in enumerate(self.shards.optimizer_states()):
+            for name, flats in states.items():
+                if name.startswith(OPTIMIZER):
+                    saved, device = flats[group], masters[group].device
+                    of_group[name.removeprefix(OPTIMIZER)] = saved.to(device) if saved.ndim else saved
+        if self.lora:
+            for name, copy in self.copies.items():
+                publish_to_adapter(self.module, copy, name)
+
+    def _moving_copies(self) -> dict[str, ShardedCopy]:
+        """All but `ref`, which is what the engine was built with."""
+        return {name: copy for name, copy in self.copies.items() if name != "ref"}
+
+    def lora_config(self) -> peft.LoraConfig | None:
+        """The configuration of the adapter; None in a full run."""
+        return cast(Any, self.module).peft_config["default"] if self.lora else None
+
+    def _flats(self, policy: str) -> Sequence[Tensor]:
+        """This rank's fp32 values of a policy, as masters or copy."""
+        if policy == "train":
+            return self.shards.masters()
+        if self.lora and policy == "ref":
+            raise ValueError("ref has no tensors of its own in a LoRA run: it is the base without adapter")
+        self._require_known(policy)
+        return self.copies[policy].flats
+
+    def _require_known(self, name: str) -> None:
+        if name not in self.policies:
+            raise ValueError(f"this engine has the policies train {' '.join(sorted(self.policies))}, not {name}")
+
+    def _require_train(self, what: str) -> None:
+        if self.active != "train":
+            raise RuntimeError(f"{what} inside policy({self.active!r}): the weights are swapped")
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that belong to a model's files (SD3's pos_embed.pos_embed is one), by name."""
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer

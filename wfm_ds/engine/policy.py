@@ -1,0 +1,227 @@
+"""The policies of one denoiser: theta (trained), old, ref and ema, as sharded fp32 copies and as LoRA adapters.
+
+Owns where this rank's masters lie inside DeepSpeed's ZeRO optimizers, copies cut like them, and which adapter is
+active. Does not know when policies move: engine.py and the loops decide. "Master": the fp32 value that ZeRO updates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import peft
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.utils import all_gather_dp_groups
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from wfm_ds.errors import RecipeError
+from wfm_ds.recipe.sections import LoraRecipe
+
+Flats = Sequence[Tensor]  # one flat fp32 tensor per optimizer group: this rank's share, padding included
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """This rank's share of one parameter: flats[group][low : low + numel] holds its elements from `start` on."""
+
+    group: int
+    low: int
+    start: int
+    numel: int
+
+
+class Shards:
+    """Where the masters of an initialised DeepSpeed engine lie, at ZeRO stages 1, 2 and 3."""
+
+    def __init__(self, ds: Any) -> None:
+        self.ds = ds
+        self.stage = int(ds.zero_optimization_stage())
+        self.pieces: dict[nn.Parameter, Piece] = dict(self._pieces_3() if self.stage == 3 else self._pieces_1_2())
+
+    def masters(self) -> list[Tensor]:
+        """This rank's fp32 masters. Views: they change with the next optimizer step."""
+        return [flat.detach() for flat in self._flats()]
+
+    def optimizer_states(self) -> list[dict[str, Tensor]]:
+        """What the optimizer keeps of each master, by its own names; empty before its first step. To be read and set:
+        a tensor as long as the master belongs to its elements, a single number (`step`) to all of them."""
+        states = self.ds.optimizer.optimizer.state
+        return [states[flat] for flat in self._flats()]
+
+    def _flats(self) -> Sequence[Tensor]:
+        """The very tensors that the optimizer steps."""
+        optimizer = self.ds.optimizer
+        flats: Sequence[Tensor] = (
+            optimizer.fp32_partitioned_groups_flat if self.stage == 3 else optimizer.single_partition_of_fp32_groups
+        )
+        return flats
+
+    def layout(self) -> dict[str, Piece]:
+        """Which elements of which parameter lie where in this rank's flats, by the parameter's name."""
+        names = {parameter: name for name, parameter in self.ds.module.named_parameters()}
+        return {names[parameter]: piece for parameter, piece in self.pieces.items()}
+
+    def _pieces_3(self) -> Iterator[tuple[nn.Parameter, Piece]]:
+        rank = dist.get_rank()
+        for index, group in enumerate(self.ds.optimizer.fp16_groups):  # that is its name in bf16 and fp32 too
+            low = 0
+            for parameter in group:
+                share = parameter.partition_numel()
+                start = rank * share
+                # The last shares are padded with whatever the memory held: only numel of them is the parameter.
+                yield parameter, Piece(index, low, start, max(0, min(share, parameter.ds_numel - start)))
+                low += share
+
+    def _pieces_1_2(self) -> Iterator[tuple[nn.Parameter, Piece]]:
+        optimizer = self.ds.optimizer
+        for index, group in enumerate(optimizer.round_robin_bit16_groups):
+            share = optimizer.partition_size[index]
+            begin = dist.get_rank(optimizer.real_dp_process_group[index]) * share
+            for parameter, offset in zip(group, optimizer.round_robin_bit16_offsets[index], strict=True):
+                first, last = max(offset, begin), min(offset + parameter.numel(), begin + share)
+                yield parameter, Piece(index, max(0, first - begin), max(0, first - offset), max(0, last - first))
+
+    def own(self, parameter: nn.Parameter, flats: Flats) -> Tensor:
+        """This rank's elements of a parameter in a set of flats, [numel]; a view."""
+        piece = self.pieces[parameter]
+        return flats[piece.group][piece.low : piece.low + piece.numel]
+
+    def gather(self, parameter: nn.Parameter, flats: Flats, device: torch.device) -> Tensor | None:
+        """One whole parameter in fp32, on rank 0's CPU; None elsewhere. Every rank calls; memory: one parameter."""
+        piece, shape = self.pieces[parameter], getattr(parameter, "ds_shape", parameter.shape)
+        whole = torch.zeros(shape.numel(), dtype=torch.float32, device=device)
+        whole[piece.start : piece.start + piece.numel] = self.own(parameter, flats).to(device)
+        dist.reduce(whole, dst=0)  # every element has one owner, all others add 0: exact
+        return whole.view(shape).cpu() if dist.get_rank() == 0 else None
+
+    def forget_gradients(self) -> None:
+        """After an optimizer step: a parameter that no micro-step of the next one uses has the gradient 0 there.
+
+        ZeRO-3 overwrites the sums of the step before in its first micro-step only, and only for what that one uses: an
+        expert that comes later, or not at all, would be stepped with old gradients.
+        """
+        if self.stage == 3:
+            self.ds.optimizer.grad_partitions_flat_buffer.zero_()
+
+    @torch.no_grad()
+    def install(self, flats: Flats) -> None:
+        """Make the module compute with these weights, rounded to its dtype. Every rank calls."""
+        optimizer = self.ds.optimizer
+        if self.stage == 3:
+            shard: Any
+            for shard in self.pieces:
+                own = self.own(shard, flats)
+                shard.ds_tensor[: own.numel()].copy_(own)
+            refresh_persistent(list(self.pieces))
+            return
+        for parts, flat, group in zip(
+            optimizer.parallel_partitioned_bit16_groups, flats, optimizer.real_dp_process_group, strict=True
+        ):
+            parts[dist.get_rank(group)].copy_(flat)
+        all_gather_dp_groups(  # the gather with which the optimizer's own step ends
+            groups_flat=optimizer.bit16_groups_flat,
+            partitioned_param_groups=optimizer.parallel_partitioned_bit16_groups,
+            dp_process_group=optimizer.real_dp_process_group,
+            start_alignment_factor=optimizer.nccl_start_alignment_factor,
+            allgather_bucket_size=optimizer.allgather_bucket_size,
+        )
+
+
+def refresh_persistent(parameters: Sequence[nn.Parameter]) -> None:
+    """ZeRO-3: parameters that stay gathered still show the old weights after their shards changed. Every rank calls."""
+    stale: list[Any] = [p for p in parameters if p.ds_status == ZeroParamStatus.AVAILABLE]  # type: ignore[attr-defined]
+    if stale:
+        stale[0].partition(stale)
+        stale[0].all_gather(stale)
+
+
+class ShardedCopy:
+    """An fp32 copy of the masters, cut like them: 1/world of the memory, moved without communication."""
+
+    def __init__(self, shards: Shards) -> None:
+        self.shards = shards
+        self.flats = [flat.clone() for flat in shards.masters()]
+
+    @torch.no_grad()
+    def lerp_(self, decay: float) -> None:
+        """copy <- decay * copy + (1 - decay) * theta, in fp32."""
+        masters = self.shards.masters()
+        if decay == 0:  # a lerp of weight 1 keeps a NaN of the copy, and costs a multiplication
+            torch._foreach_copy_(self.flats, masters)
+        else:
+            torch._foreach_lerp_(self.flats, masters, 1 - decay)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """The module computes with this copy inside. Every rank enters and leaves together, by an agreed error too;
+        after one of its own a rank keeps this copy."""
+        self.shards.install(self.flats)
+        together = True
+        try:
+            yield
+        except Exception as error:
+            together = getattr(error, "agreed", False)  # else the others are in another exchange
+            raise
+        finally:
+            if together:  # the module's weights are the rounded masters: nothing to stash
+                self.shards.install(self.shards.masters())
+
+
+def add_adapters(
+    denoiser: nn.Module, recipe: LoraRecipe, targets: Sequence[str], names: Sequence[str], seed: int
+) -> int:
+    """Add the adapter `default` and equal ones called `names`; only `default` trains. Before DeepSpeed starts.
+
+    Returns the number of adapted layers. Raises RecipeError if there is none. `seed`: of the initial A matrices.
+    """
+    denoiser.requires_grad_(False)
+    config = peft.LoraConfig(
+        r=recipe.rank,
+        lora_alpha=recipe.alpha,
+        target_modules=list(targets),
+        init_lora_weights="gaussian" if recipe.init == "gaussian" else True,
+    )
+    module: Any = denoiser
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        for name in ("default", *names):
+            with torch.random.fork_rng(devices):
+                torch.manual_seed(seed)  # the same for each: all start as one policy, on every rank
+                module.add_adapter(config, adapter_name=name)
+    except ValueError as error:  # what PEFT raises for names that match nothing, or a layer that it cannot adapt
+        raise RecipeError(
+            f"lora.target_modules: {', '.join(targets)} cannot be adapted in {type(denoiser).__name__}: {error}"
+        ) from error
+    use_adapter(denoiser, "default")
+    return sum(isinstance(part, BaseTunerLayer) for part in denoiser.modules())
+
+
+def use_adapter(denoiser: nn.Module, name: str | None) -> None:
+    """Compute with the adapter of this name, None: with none. Only `default` ever requires gradients."""
+    module: Any = denoiser
+    if name is None:
+        module.disable_adapters()
+    else:
+        module.enable_adapters()
+        module.set_adapter(name)
+    for full_name, parameter in denoiser.named_parameters():  # PEFT has just flipped the flags of all adapters
+        parameter.requires_grad_(".default." in full_name)
+
+
+def publish_to_adapter(denoiser: nn.Module, copy: ShardedCopy, name: str) -> None:
+    """Write a copy of the masters, rounded, into the frozen adapter of that name. Every rank calls."""
+    parameters: dict[str, Any] = dict(denoiser.named_parameters())
+    pairs = [(parameters[n.replace(".default.", f".{name}.")], q) for n, q in parameters.items() if ".default." in n]
+    with torch.no_grad(), copy.applied():
+        for target, source in pairs:
+            if copy.shards.stage == 3:
+                target.ds_tensor.copy_(source.ds_tensor)
+            else:
+                target.data.copy_(source.data)
+    if copy.shards.stage == 3:
+        refresh_persistent([target for target, _ in pairs])

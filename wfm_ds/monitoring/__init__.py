@@ -1,0 +1,1 @@
+"""What people watch: metrics, progress, samples as files and pages."""

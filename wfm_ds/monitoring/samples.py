@@ -1,0 +1,149 @@
+"""Generated samples with what belongs to them: as files, as a grid, as a table, as one animation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from wfm_ds.monitoring import pictures, videos
+from wfm_ds.monitoring.pictures import Picture
+from wfm_ds.monitoring.videos import Video
+from wfm_ds.storage import atomic
+from wfm_ds.storage.atomic import finite_or_none
+
+TABLE = "samples.jsonl"
+MIN_CELL = 64  # pixels: smaller samples are enlarged in the grid, or nobody sees them
+# Of an animation, whose file is about half a byte a pixel and frame: a page with many of them must stay usable.
+MAX_ANIMATED_CELL, MAX_ANIMATED_FRAMES = 160, 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One generated image or video, with what it was asked to show and what it was worth."""
+
+    prompt: str
+    prompt_id: str
+    seed: int  # of the initial noise
+    media: npt.NDArray[np.uint8]  # image [H,W,3] or video [T,H,W,3]
+    fps: float | None = None  # of a video
+    rewards: Mapping[str, float | None] = field(default_factory=dict)  # by name; None if the reward failed
+
+    @property
+    def frames(self) -> Video:
+        """[T,H,W,3], T = 1 for an image."""
+        return self.media if self.media.ndim == 4 else self.media[None]
+
+    @property
+    def moves(self) -> bool:
+        """Whether there is more than one frame: a video of one is kept and shown as an image."""
+        return len(self.frames) > 1
+
+
+def write_samples(folder: Path, samples: Sequence[Sample]) -> None:
+    """Write `0000.png` or `0000.mp4`, ... and `samples.jsonl`: a complete folder or none.
+
+    A folder of that name is replaced. Raises ValueError if a sample is not uint8 [H,W,3] or [T,H,W,3], OSError if it
+    cannot write.
+    """
+    with atomic.new_folder(folder) as making:
+        write_table(making, [write_media(making, number, sample) for number, sample in enumerate(samples)])
+
+
+def write_media(folder: Path, number: int, sample: Sample) -> dict[str, Any]:
+    """Write the sample's file; its line of samples.jsonl: file, prompt, prompt_id, seed, fps of a video, rewards."""
+    name = f"{number:04d}.{'mp4' if sample.moves else 'png'}"
+    line: dict[str, Any] = {"file": name, "prompt": sample.prompt, "prompt_id": sample.prompt_id, "seed": sample.seed}
+    if sample.moves:
+        if sample.fps is None:
+            raise ValueError(f"{name}: a video needs its frames per second")
+        videos.save_mp4(folder / name, sample.frames, sample.fps)
+        line["fps"] = sample.fps
+    else:
+        pictures.save_png(folder / name, sample.frames[0])
+    rewards = {key: None if value is None else finite_or_none(value) for key, value in sample.rewards.items()}
+    return {**line, "rewards": rewards}
+
+
+def write_table(folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    text = "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
+    atomic.write_text(folder / TABLE, text)
+
+
+def by_prompt(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples of a prompt beside each other, prompts in the order of their first sample."""
+    first: dict[str, int] = {}
+    for place, sample in enumerate(samples):
+        first.setdefault(sample.prompt_id, place)
+    return sorted(samples, key=lambda sample: first[sample.prompt_id])
+
+
+def sample_grid(samples: Sequence[Sample]) -> Picture:
+    """[H,W,3] uint8: the first frames with their rewards below; a row per prompt if each has equally many samples, else
+    a square."""
+    return _grid(samples, [sample.frames[0] for sample in samples])
+
+
+def sample_animation(samples: Sequence[Sample]) -> tuple[Video, float]:
+    """The grid in motion, and its frames per second, for a page: reduced cells, and of long videos every k-th frame.
+
+    [T,H,W,3] uint8. A sample with fewer frames than others rests on its last one. Raises ValueError without an fps.
+    """
+    fps = next((sample.fps for sample in samples if sample.fps is not None), None)
+    if fps is None:
+        raise ValueError("none of the samples says its frames per second")
+    longest = max(len(sample.frames) for sample in samples)
+    stride = -(-longest // MAX_ANIMATED_FRAMES)
+    shown = [[_reduced(s.frames[min(t, len(s.frames) - 1)]) for s in samples] for t in range(0, longest, stride)]
+    return np.stack([_grid(samples, images) for images in shown]), fps / stride
+
+
+def _reduced(image: Picture) -> Picture:
+    factor = -(-max(image.shape[:2]) // MAX_ANIMATED_CELL)
+    return image if factor == 1 else np.asarray(Image.fromarray(image).reduce(factor))
+
+
+def _grid(samples: Sequence[Sample], images: Sequence[Picture]) -> Picture:
+    per_prompt = _samples_per_prompt(samples)
+    columns = per_prompt if per_prompt > 1 else max(1, round(len(samples) ** 0.5))
+    scale = max(1, -(-MIN_CELL // min(min(image.shape[:2]) for image in images)))
+    titles = [samples[row].prompt for row in range(0, len(samples), columns)] if per_prompt > 1 else None
+    labels = [" ".join(_number(value) for value in sample.rewards.values()) for sample in samples]
+    return pictures.grid(images, columns, scale=scale, labels=labels if any(labels) else None, row_titles=titles)
+
+
+def _samples_per_prompt(samples: Sequence[Sample]) -> int:
+    """How many samples in a row share their prompt, if that is the same number for all; else 1."""
+    runs: list[int] = []
+    last = None
+    for sample in samples:
+        if sample.prompt_id == last:
+            runs[-1] += 1
+        else:
+            runs.append(1)
+        last = sample.prompt_id
+    return runs[0] if len(set(runs)) == 1 else 1
+
+
+def _number(value: float | None) -> str:
+    return "failed" if value is None else f"{value:.3g}"
+
+
+def sample_table(samples: Sequence[Sample]) -> str:
+    """Markdown: one line per sample, in the order of the grid."""
+    names = list(dict.fromkeys(name for sample in samples for name in sample.rewards))
+    lines = [["", "prompt", "seed", *names], ["---"] * (3 + len(names))]
+    for number, sample in enumerate(samples):
+        rewards = [_number(sample.rewards[name]) if name in sample.rewards else "" for name in names]
+        lines.append([str(number), _cell(sample.prompt), str(sample.seed), *rewards])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|")

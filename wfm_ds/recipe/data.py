@@ -1,0 +1,76 @@
+"""The recipe's `data` section."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from wfm_ds.recipe.section import Fraction, Section, UserAddress, UserPath
+
+
+class DataRecipe(Section):
+    """Training data: media with captions (SFT, ddrl) or prompts (RL)."""
+
+    kind: Literal["paired", "cosmos", "webdataset", "prompts"]
+    """SFT: `paired`, NAME.json with `prompt` beside NAME.png or NAME.mp4; `cosmos`, metas/NAME.txt and videos/NAME.mp4;
+    `webdataset`, tar shards. RL: `prompts`, a prompt set; ddrl any."""
+    path: UserAddress | Annotated[list[UserAddress], Field(min_length=1)]
+    """The folder. webdataset: a tar file, a glob or a range ({000..123}) of them, or a list of these; local or s3://."""
+    name: str = "prompts"
+    """prompts: name of the set, which decides its format (pickscore, ocr, geneval, dance_grpo_t2v, or any other)."""
+    split: str = "train"
+    """prompts: the file is SPLIT.txt or SPLIT.jsonl (geneval: SPLIT_metadata.jsonl or SPLIT.jsonl)."""
+    caption_dropout: Fraction = 0.0
+    """SFT: share of samples trained on the empty prompt, so that guidance works."""
+    max_bad_fraction: Fraction = 0.05
+    """Bad files are skipped and counted; above this share the run stops with exit code 2."""
+    shuffle: bool = True
+    """Draw samples in an order derived from run.seed, another one each epoch."""
+    fps: PositiveFloat | None = None
+    """Videos: frames a second of the clips that are cut out. Unset: successive frames, whatever their rate."""
+    allow_repeats: bool = False
+    """Train on videos slower than `fps` by repeating frames; else they are skipped and counted as low_fps."""
+    clip: Literal["random", "centre"] = "random"
+    """Where in a video its clip lies: at random, elsewhere each epoch, or in the middle."""
+    crop: Literal["centre", "random"] = "centre"
+    """Which part of media with another aspect ratio is kept: the middle, or another one each epoch."""
+    buckets: Literal["auto"] | Annotated[list[tuple[PositiveInt, PositiveInt]], Field(min_length=1)] | None = None
+    """Train media at several sizes, [height, width] each: a medium is cut to the one nearest to its own shape, and a
+    micro-batch (ddrl: an RL step) has one of them. `auto`: sampling.height x width and about as many pixels in the
+    usual shapes from 2:1 to 1:2. Unset: all are cut to sampling.height x width."""
+    max_upscale: Annotated[float, Field(ge=1)] = 2.0
+    """Media that must be enlarged more than this to cover their size are skipped and counted as too_small."""
+    workers: PositiveInt = 2
+    """Threads of each rank that read and decode ahead."""
+    allow_pickle: bool = False
+    """cosmos: also read text embeddings from pickles, of which nothing but numpy arrays is ever built."""
+    cache_dir: UserPath | None = None
+    """A folder for what is computed once for all runs: text embeddings, latents, indices of tar shards. Unset: none."""
+    cache_latents: bool = False
+    """Keep the latents of all training media in cache_dir. Needs the same pixels in every epoch: clip and crop
+    `centre`."""
+
+    @property
+    def folder(self) -> Path:
+        """The path of the kinds that read one folder."""
+        assert isinstance(self.path, str)
+        return Path(self.path)
+
+    @property
+    def shards(self) -> list[str]:
+        """The patterns of webdataset."""
+        return [self.path] if isinstance(self.path, str) else list(self.path)
+
+    @model_validator(mode="after")
+    def _keys_fit_the_kind(self) -> DataRecipe:
+        if self.kind != "webdataset" and (not isinstance(self.path, str) or "://" in self.path):
+            raise ValueError(f"kind {self.kind} reads one folder of this machine: lists and URLs are for webdataset")
+        if self.allow_pickle and self.kind != "cosmos":
+            raise ValueError(f"allow_pickle is about the embeddings of kind cosmos, not {self.kind}: remove it")
+        if isinstance(self.buckets, list) and len(set(self.buckets)) < len(self.buckets):
+            raise ValueError(f"buckets names a size twice: {[list(size) for size in self.buckets]}")
+        if self.cache_latents and (self.cache_dir is None or "random" in (self.clip, self.crop)):
+            raise ValueError("cache_latents needs a cache_dir, and clip: centre and crop: centre")
+        return self

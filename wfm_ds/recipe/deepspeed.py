@@ -1,0 +1,244 @@
+"""What deepspeed.initialize is told: ZeRO settings from one JSON file, everything else from the recipe.
+
+Owns the search for the file, the keys that it may hold and the combinations that are refused, because DeepSpeed would
+ignore them, or train on wrong weights without an error. No torch, no DeepSpeed: a recipe is checked on any machine.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from wfm_ds.errors import RecipeError
+from wfm_ds.recipe.schema import Recipe
+
+# The repository's folder (editable install, checkout), then the copy inside an installed wheel.
+PACKAGE = Path(__file__).parent.parent
+CONFIG_FOLDERS = (PACKAGE.parent / "ds_configs", PACKAGE / "ds_configs")
+
+RECIPE_OWNS = {
+    "train_micro_batch_size_per_gpu": "engine.micro_batch_size",
+    "gradient_accumulation_steps": "engine.gradient_accumulation",
+    "gradient_clipping": "engine.max_grad_norm",
+    "bf16": "model.dtype",
+    "fp16": "model.dtype",
+    "torch_autocast": "model.dtype",
+    "data_types": "model.dtype",
+    "communication_data_type": "model.dtype",
+    "optimizer": "optimizer",
+    "scheduler": "optimizer.schedule",
+}
+TRAINER_OWNS = {
+    "train_batch_size": "it follows from micro batch, accumulation and ranks",
+    "steps_per_print": "the trainer has its own log",
+    "zero_allow_untested_optimizer": "the trainer sets it",
+}
+UNTESTED = {
+    "hybrid_engine": "it generates text",
+    "compile": "DeepCompile is not tested with wfm_ds",
+    "compression_training": "quantised weights are not tested with wfm_ds",
+    "weight_quantization": "quantised weights are not tested with wfm_ds",
+    "checkpoint": "the trainer owns the format, and DeepSpeed's fast writer can lose files without an error",
+    "flops_profiler": "it does not see all attention variants",
+    "comms_logger": "it does not see all collectives",
+    "prescale_gradients": "the trainer scales the loss",
+    "gradient_predivide_factor": "the trainer scales the loss",
+    "gradient_allreduce_op": "the trainer scales the loss",
+    "managed_gradient_accumulation": "the trainer counts the micro-steps",
+    "zero_quantized_weights": "quantised gathers change the predictions",
+    "zero_quantized_nontrainable_weights": "quantised gathers change the predictions",
+    "zero_quantized_gradients": "quantised gradients are not tested with wfm_ds",
+    "mics_shard_size": "MiCS is not tested with wfm_ds",
+    "mics_hierarchical_params_gather": "MiCS is not tested with wfm_ds",
+    "zenflow": "ZenFlow is not tested with wfm_ds",
+    "compute_grad_norm": "without the norm a NaN gradient would be applied",
+}
+KNOWN_KEYS = frozenset({"zero_optimization", "zero_force_ds_cpu_optimizer", "aio", "wall_clock_breakdown"})
+KNOWN_ZERO_KEYS = frozenset(
+    {
+        "stage",
+        "contiguous_gradients",
+        "overlap_comm",
+        "reduce_scatter",
+        "reduce_bucket_size",
+        "allgather_partitions",
+        "allgather_bucket_size",
+        "round_robin_gradients",
+        "ignore_unused_parameters",
+        "offload_param",
+        "offload_optimizer",
+        "sub_group_size",
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+        "stage3_module_granularity_threshold",
+        "zero_hpz_partition_size",
+        "memory_efficient_linear",
+        "log_trace_cache_warnings",
+        "leaf_module",
+    }
+)
+
+
+def policy_copies(policies: frozenset[str], *, lora: bool) -> frozenset[str]:
+    """The policies that are kept as copies of the weights: all but `ref` of a LoRA run, which is the bare base."""
+    return policies - {"ref"} if lora else policies
+
+
+def deepspeed_config(
+    recipe: Recipe, *, accumulation: int, policies: frozenset[str], world_size: int, ranks_per_node: int
+) -> dict[str, Any]:
+    """The dictionary for deepspeed.initialize. `accumulation`: backward passes per optimizer step.
+
+    Raises RecipeError naming the JSON file, the key and the way out.
+    """
+    source = find_config(recipe.engine.deepspeed)
+    from_json = read_config(source)
+    zero = check_keys(from_json, source)
+    check_combinations(from_json, zero, recipe, policies, source)
+    if "zero_hpz_partition_size" in zero:
+        zero["zero_hpz_partition_size"] = _hpz_size(zero, world_size, ranks_per_node, source)
+    if zero["stage"] == 3:
+        # DeepSpeed's default, true, replaces torch.nn.functional.linear in the whole process for good.
+        zero.setdefault("memory_efficient_linear", False)
+    return from_json | {"zero_optimization": zero} | _recipe_keys(recipe, accumulation, zero["stage"])
+
+
+def find_config(name: str) -> Path:
+    """The JSON file that `engine.deepspeed` means: a path (has a slash or ends in .json) or a name in ds_configs/."""
+    if "/" in name or name.endswith(".json"):
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise RecipeError(f"engine.deepspeed: no file {path.absolute()}; give its path or a name in ds_configs/")
+        return path
+    known = {path.stem: path for folder in reversed(CONFIG_FOLDERS) for path in sorted(folder.glob("*.json"))}
+    if name not in known:
+        raise RecipeError(f"engine.deepspeed: {name} is none of {', '.join(sorted(known))}, and a path ends in .json")
+    return known[name]
+
+
+def read_config(source: Path) -> dict[str, Any]:
+    """The JSON object of a file. Raises RecipeError if it is not one, or holds a key twice."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice = sorted({key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1})
+        if twice:
+            raise RecipeError(f"{source}: {', '.join(twice)} stands there twice: keep one")
+        return dict(pairs)
+
+    try:
+        content = json.loads(source.read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise RecipeError(f"{source}: not a readable JSON file: {error}") from error
+    if not isinstance(content, dict):
+        raise RecipeError(f"{source}: must hold a JSON object, found {type(content).__name__}")
+    return content
+
+
+def check_keys(from_json: Mapping[str, Any], source: Path) -> dict[str, Any]:
+    """A copy of `zero_optimization`, once all keys are known (DeepSpeed itself ignores a misspelt one)."""
+    taken = sorted(from_json.keys() & RECIPE_OWNS.keys())
+    if taken:
+        hints = ", ".join(f"{key} (set {RECIPE_OWNS[key]} in the recipe)" for key in taken)
+        raise RecipeError(f"{source}: remove {hints}")
+    for key, reason in TRAINER_OWNS.items():
+        if key in from_json:
+            raise RecipeError(f"{source}: remove {key}: {reason}")
+    _refuse_unknown(from_json, KNOWN_KEYS, "", source)
+    zero = from_json.get("zero_optimization")
+    if not isinstance(zero, dict) or zero.get("stage") not in (1, 2, 3) or isinstance(zero["stage"], bool):
+        raise RecipeError(f"{source}: zero_optimization.stage must be 1, 2 or 3: policies need ZeRO's fp32 masters")
+    _refuse_unknown(zero, KNOWN_ZERO_KEYS, "zero_optimization.", source)
+    return dict(zero)
+
+
+def _refuse_unknown(keys: Mapping[str, Any], known: frozenset[str], prefix: str, source: Path) -> None:
+    for key in keys:
+        if key in UNTESTED:
+            raise RecipeError(f"{source}: remove {prefix}{key}: {UNTESTED[key]}")
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"known are {', '.join(sorted(known))}"
+            raise RecipeError(f"{source}: {prefix}{key} is not a key that wfm_ds supports; {hint}")
+
+
+def check_combinations(
+    from_json: Mapping[str, Any], zero: Mapping[str, Any], recipe: Recipe, policies: frozenset[str], source: Path
+) -> None:
+    """Raises RecipeError for settings that are fine alone and wrong together."""
+    lora = recipe.lora is not None
+    copies = ", ".join(sorted(policy_copies(policies, lora=lora)))
+    devices = {part: _offload_device(zero, part, source) for part in ("offload_optimizer", "offload_param")}
+    if "nvme" in devices.values() and copies:
+        raise RecipeError(f"{source}: offload to nvme cannot serve the copies ({copies}); use cpu")
+    if any(devices.values()) and from_json.get("zero_force_ds_cpu_optimizer", True):
+        raise RecipeError(f"{source}: offload needs zero_force_ds_cpu_optimizer: false (torch's AdamW)")
+    if zero.get("zero_hpz_partition_size", 1) != 1 and copies:
+        raise RecipeError(
+            f"{source}: zero_hpz_partition_size makes forwards of the copies ({copies}) use stale weights; use zero3"
+        )
+    if zero.get("memory_efficient_linear"):
+        raise RecipeError(
+            f"{source}: zero_optimization.memory_efficient_linear must be false: it replaces every linear()"
+        )
+    if "leaf_module" in zero and lora:
+        raise RecipeError(f"{source}: zero_optimization.leaf_module fails in the backward pass of LoRA: remove it")
+    if "leaf_module" in zero and not recipe.model.gradient_checkpointing:
+        raise RecipeError(f"{source}: zero_optimization.leaf_module needs model.gradient_checkpointing: true")
+
+
+def require_idle_experts(recipe: Recipe) -> None:
+    """For models of several experts, each of which is idle in some micro-steps. Raises RecipeError for settings under
+    which DeepSpeed reduces, or hands to the offloaded optimizer, gradients of the last micro-step's expert only."""
+    source = find_config(recipe.engine.deepspeed)
+    zero = read_config(source)["zero_optimization"]
+    reason = "only the expert of an optimizer step's last micro-batch would get its gradients"
+    if zero["stage"] == 1:
+        raise RecipeError(
+            f"{source}: ZeRO stage 1 cannot train a model with two experts ({reason}); use zero2 or zero3"
+        )
+    if _offload_device(zero, "offload_optimizer", source) is not None:
+        raise RecipeError(f"{source}: offload_optimizer cannot serve a model with two experts ({reason}); use zero3")
+
+
+def _offload_device(zero: Mapping[str, Any], part: str, source: Path) -> str | None:
+    """cpu, nvme or None."""
+    settings = zero.get(part)
+    if settings is None:
+        return None
+    device = settings.get("device") if isinstance(settings, dict) else None
+    if device not in ("none", "cpu", "nvme"):
+        raise RecipeError(f"{source}: zero_optimization.{part}.device must be cpu, nvme or none, got {device!r}")
+    if "super_offload" in settings:
+        raise RecipeError(f"{source}: remove zero_optimization.{part}.super_offload: it is not tested with wfm_ds")
+    return None if device == "none" else str(device)
+
+
+def _hpz_size(zero: Mapping[str, Any], world_size: int, ranks_per_node: int, source: Path) -> int:
+    size = ranks_per_node if zero["zero_hpz_partition_size"] == "auto" else zero["zero_hpz_partition_size"]
+    if zero["stage"] != 3 or not isinstance(size, int) or size < 1 or world_size % size:
+        raise RecipeError(
+            f"{source}: zero_hpz_partition_size = {size} needs stage 3 and must divide the {world_size} ranks; "
+            'use "auto" for the ranks of a node'
+        )
+    return size
+
+
+def _recipe_keys(recipe: Recipe, accumulation: int, stage: int) -> dict[str, Any]:
+    """Batch, precision and clipping."""
+    keys: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": recipe.engine.micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": recipe.engine.max_grad_norm,  # left out, DeepSpeed clips to 1
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": None,
+    }
+    if recipe.model.dtype == "bfloat16":
+        keys |= {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
+        if stage > 1:  # at stage 1 it would select another optimizer class, without the masters that the policies use
+            keys["data_types"] = {"grad_accum_dtype": "fp32"}
+    return keys

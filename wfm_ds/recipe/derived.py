@@ -1,0 +1,106 @@
+"""The numbers that follow from a recipe and a world size, and the combinations that cannot be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from wfm_ds.errors import RecipeError
+from wfm_ds.recipe.algorithms import SftAlgorithm
+from wfm_ds.recipe.schema import Recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Derived:
+    """How one step is cut over ranks and micro-batches. All counts are exact and the same on every rank.
+
+    The ranks of a replica work on the same samples: what is said of a rank is said of them together.
+    """
+
+    world_size: int
+    sequence_parallel: int  # ranks of a replica
+    samples_per_step: int  # SFT: the global batch; RL: generated samples of one RL step
+    samples_per_rank: int
+    terms_per_rank: int  # (sample, timestep) pairs of one optimizer step on one rank
+    accumulation: int  # micro-batches of one optimizer step on one rank
+    updates_per_step: int  # optimizer steps per step
+    total_updates: int
+
+    @property
+    def num_replicas(self) -> int:
+        return self.world_size // self.sequence_parallel
+
+    def lines(self) -> list[str]:
+        shared = self.sequence_parallel > 1
+        replicas, unit = (f" ({self.replicas})", "replica") if shared else ("", "rank")
+        return [
+            f"ranks                      {self.world_size}{replicas}",
+            f"samples per step           {self.samples_per_step} ({self.samples_per_rank} a {unit})",
+            f"training terms a {unit:<10}{self.terms_per_rank} per optimizer step, {self.accumulation} micro-batches",
+            f"optimizer steps            {self.total_updates} ({self.updates_per_step} per step)",
+        ]
+
+    @property
+    def replicas(self) -> str:
+        """Who shares out the samples, in words."""
+        if self.sequence_parallel == 1:
+            return f"{self.world_size} ranks"
+        return f"{self.num_replicas} replica{'s' * (self.num_replicas != 1)} of {self.sequence_parallel} ranks"
+
+
+def num_replicas(recipe: Recipe, world_size: int, *, ranks_per_node: int | None = None) -> int:
+    """Replicas of engine.sequence_parallel ranks each. Raises RecipeError unless that divides all ranks, and those of
+    a node where they are given: the exchanges of every layer must not leave it."""
+    sp = recipe.engine.sequence_parallel
+    for ranks, whose in ((world_size, ""), (ranks_per_node, " of a node")):
+        if ranks is not None and ranks % sp:
+            raise RecipeError(
+                f"engine.sequence_parallel {sp} does not divide the {ranks} ranks{whose}: choose a divisor of {ranks}, "
+                f"or a multiple of {sp} ranks{whose}"
+            )
+    return world_size // sp
+
+
+def derive(recipe: Recipe, world_size: int) -> Derived:
+    """Raises RecipeError with the numbers when samples cannot be shared evenly: ranks must do equal work."""
+    micro, replicas = recipe.engine.micro_batch_size, num_replicas(recipe, world_size)
+    if isinstance(recipe.algorithm, SftAlgorithm):
+        per_rank = micro * recipe.engine.gradient_accumulation
+        return Derived(
+            world_size=world_size,
+            sequence_parallel=recipe.engine.sequence_parallel,
+            samples_per_step=per_rank * replicas,
+            samples_per_rank=per_rank,
+            terms_per_rank=per_rank,
+            accumulation=recipe.engine.gradient_accumulation,
+            updates_per_step=1,
+            total_updates=recipe.run.steps,
+        )
+    assert recipe.rollout is not None
+    groups, size = recipe.rollout.prompts_per_step, recipe.rollout.group_size
+    updates = recipe.algorithm.updates_per_rollout
+    samples = groups * size
+    if samples % (replicas * updates):
+        shared = f"replicas of {recipe.engine.sequence_parallel} ranks" if replicas < world_size else "ranks"
+        raise RecipeError(
+            f"rollout.prompts_per_step * rollout.group_size = {groups} * {size} = {samples} samples are not divisible "
+            f"by {replicas} {shared} * {updates} algorithm.updates_per_rollout: choose a multiple of "
+            f"{replicas * updates}, or another number of ranks"
+        )
+    if recipe.engine.gradient_accumulation != 1:
+        raise RecipeError(
+            "engine.gradient_accumulation is derived in reinforcement learning (all terms of an update divided by "
+            "engine.micro_batch_size): remove it"
+        )
+    per_update = samples // (replicas * updates)
+    terms = per_update * recipe.algorithm.num_trained_timesteps(recipe.sampling)
+    return Derived(
+        world_size=world_size,
+        sequence_parallel=recipe.engine.sequence_parallel,
+        samples_per_step=samples,
+        samples_per_rank=samples // replicas,
+        terms_per_rank=terms,
+        accumulation=math.ceil(terms / micro),
+        updates_per_step=updates,
+        total_updates=recipe.run.steps * updates,
+    )

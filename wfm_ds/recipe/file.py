@@ -1,0 +1,221 @@
+"""Recipe files: read, merge, override, check, write. Every error names the place, the key and what was expected."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from wfm_ds.errors import RecipeError
+from wfm_ds.recipe.describe import ROOT, Slot, kinds, names, nearest, sections, shown, words
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.tree import KeyPath, Problem, Tree, dotted, merge, override, parse, refuse, to_yaml
+
+KEY_IN_TEXT = re.compile(r"[a-z_]+(?:\.[a-z_]+)*")
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a YAML file, with the file that its `defaults` names below it and `section.key=value` words on top.
+
+    Raises RecipeError: one line a problem, each with file and line (or override), key and what was expected.
+    """
+    tree = _read_with_defaults(path)
+    for word in overrides:
+        if word.partition("=")[0] == "defaults":
+            raise RecipeError(f"override {word}: defaults belongs into a file, it cannot be an override")
+    override(tree, overrides)
+    for name in Recipe.model_fields:
+        if name in tree.values and tree.values[name] is None:
+            del tree.values[name]  # its place stays known, for the error if it is needed
+    return _validate(tree)
+
+
+def dump(recipe: Recipe) -> str:
+    """YAML that `load` reads back as an equal recipe. Sections that are not used are left out."""
+    values = recipe.model_dump(mode="json")
+    return to_yaml({name: value for name, value in values.items() if value is not None})
+
+
+# ---- files
+
+
+def _read_with_defaults(path: Path) -> Tree:
+    variant = _read(path)
+    if "defaults" not in variant.values:
+        return variant
+    name, place = variant.values.pop("defaults"), variant.place(("defaults",))
+    if not isinstance(name, str):
+        raise RecipeError(f"{place}: defaults: expected the path of one recipe, got {shown(name)}")
+    base_path = path.parent / name
+    if not base_path.is_file():
+        raise RecipeError(f"{place}: defaults: there is no file {base_path} (paths are relative to the including file)")
+    base = _read(base_path)
+    if "defaults" in base.values:
+        place = base.place(("defaults",))
+        raise RecipeError(f"{place}: a recipe that others include cannot have defaults of its own (included by {path})")
+    return merge(base, variant)
+
+
+def _read(path: Path) -> Tree:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise RecipeError(f"{path}: there is no such recipe file") from error
+    except IsADirectoryError as error:
+        raise RecipeError(f"{path} is a folder; name the recipe file in it") from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: not a text file in UTF-8") from error
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from error
+    tree = parse(text, str(path))
+    needed = [name for name, field in Recipe.model_fields.items() if field.is_required()]
+    if tree.values is None:
+        raise RecipeError(f"{path}:1: the file is empty; a recipe needs the sections {', '.join(needed)}")
+    if not isinstance(tree.values, dict):
+        got = "a list" if isinstance(tree.values, list) else shown(tree.values)
+        raise RecipeError(f"{path}:1: expected a mapping of sections ({', '.join(needed)}, ...), got {got}")
+    return tree
+
+
+# ---- checks
+
+
+def _validate(tree: Tree) -> Recipe:
+    problems = [Problem(tree.place(path), text) for path, text in _misread(ROOT, tree.values, ())]
+    recipe = None
+    try:
+        recipe = Recipe.model_validate(tree.values)
+    except ValidationError as error:
+        problems += [problem for details in error.errors() if (problem := _problem(details, tree)) is not None]
+    refuse(problems)
+    assert recipe is not None, "pydantic refused the recipe with errors that all gave way to others"
+    return recipe
+
+
+def _misread(slot: Slot, value: Any, path: KeyPath) -> list[tuple[KeyPath, str]]:
+    """What pydantic would convert though the file says something else: true as 1, the text "30" as 30."""
+    if isinstance(value, dict | list):
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        inner = [(key, entry, slot.inner(key, value)) for key, entry in entries]
+        return [found for key, entry, s in inner if s is not None for found in _misread(s, entry, (*path, key))]
+    allowed = kinds(slot)
+    is_flag_as_number = isinstance(value, bool) and bool not in allowed and bool(allowed & {int, float})
+    is_text_as_number = isinstance(value, str) and bool(allowed) and allowed <= {int, float}
+    if is_flag_as_number or is_text_as_number:
+        return [(path, _unexpected(_Spot(path, slot, value, None)))]
+    return []
+
+
+@dataclass(frozen=True, slots=True)
+class _Spot:
+    """Where in the file and in the schema an error is; the slot is None for a key that the schema lacks."""
+
+    path: KeyPath
+    slot: Slot | None
+    value: Any
+    outer: _Spot | None
+
+    def enter(self, key: str | int) -> _Spot:
+        slot = None if self.slot is None else self.slot.inner(key, self.value)
+        is_known = key in self.value if isinstance(self.value, dict) else isinstance(key, int) and key < len(self.value)
+        return _Spot((*self.path, key), slot, self.value[key] if is_known else None, self)
+
+
+def _locate(loc: Sequence[str | int], values: Any) -> _Spot | None:
+    """pydantic's location holds the names of union members too; None for a member that the value is not meant for."""
+    spot, rest = _Spot((), ROOT, values, None), list(loc)
+    while rest:
+        if spot.slot is not None and len(spot.slot.members()) > 1:
+            section, tag = spot.slot.section(spot.value), rest.pop(0)
+            if not isinstance(spot.value, dict) or section is None:
+                return spot
+            # A section with a check of its own is called `function-after[_check(), Section]`.
+            if spot.slot.selector is None and section.__name__ not in re.findall(r"\w+", str(tag)):
+                return None
+            spot = replace(spot, slot=Slot(section))
+        else:
+            spot = spot.enter(rest.pop(0))
+    return spot
+
+
+def _problem(details: ErrorDetails, tree: Tree) -> Problem | None:
+    """One error of pydantic in our words; None if another error of the same union says it better."""
+    spot = _locate(details["loc"], tree.values)
+    if spot is None:
+        return None
+    text, path = details["msg"], spot.path
+    match details["type"]:
+        case "value_error":
+            text = str(details["ctx"]["error"])
+            path = path or _mentioned(text, tree)
+            text = f"{dotted(spot.path)}: {text}" if spot.path else text
+        case "extra_forbidden":
+            text = _unknown(spot)
+        case "missing":
+            text = _missing(spot)
+        case "union_tag_invalid" | "union_tag_not_found":
+            text, path = _unknown_member(spot)
+        case _ if spot.slot is not None:
+            text = _unexpected(spot)
+    return Problem(tree.place(path), text)
+
+
+def _unexpected(spot: _Spot) -> str:
+    assert spot.slot is not None
+    is_unquoted = str in kinds(spot.slot) and isinstance(spot.value, bool | int | float)
+    hint = "; put it in quotes" if is_unquoted else ""
+    return f"{dotted(spot.path)}: expected {words(spot.slot)}, got {shown(spot.value)}{hint}"
+
+
+def _missing(spot: _Spot) -> str:
+    assert spot.slot is not None
+    if isinstance(spot.path[-1], int) and spot.outer is not None:  # a list that is too short
+        return _unexpected(spot.outer)
+    section = spot.slot.section(None)
+    if section is not None and len(spot.path) == 1:
+        needed = [name for name, field in section.model_fields.items() if field.is_required()]
+        return f"the section {dotted(spot.path)} is missing; it needs {' and '.join(needed)}"
+    what = "section" if len(spot.path) == 1 else "key"
+    return f"the {what} {dotted(spot.path)} is missing; expected {words(spot.slot)}"
+
+
+def _unknown(spot: _Spot) -> str:
+    """A key that its section lacks: the nearest one it has, the sections that have it, or all that there are."""
+    assert spot.outer is not None
+    assert spot.outer.slot is not None
+    section, word = spot.outer.slot.section(spot.outer.value), str(spot.path[-1])
+    assert section is not None
+    title = dotted(tuple(part for part in spot.outer.path if isinstance(part, str)))
+    if spot.outer.path == ("algorithm",):
+        title = str(spot.outer.value["name"])
+    near = nearest(word, section.model_fields)
+    elsewhere = [t for _, t, other in sections() if word in other.model_fields]
+    there = f"{word} is a key of {', '.join(elsewhere)}" if elsewhere else ""
+    if near:
+        hint = f"did you mean {near}?" + (f" ({there})" if there else "")
+    else:
+        hint = there or f"valid are {', '.join(section.model_fields)}"
+    return f"{dotted(spot.path)} is not {f'a key of {title}' if title else 'a section'}; {hint}"
+
+
+def _unknown_member(spot: _Spot) -> tuple[str, KeyPath]:
+    """An algorithm that does not exist, or none named."""
+    assert spot.slot is not None
+    assert spot.slot.selector is not None
+    key, valid = spot.slot.selector, names(spot.slot)
+    if key not in spot.value:
+        return f"the key {dotted((*spot.path, key))} is missing; expected one of {', '.join(valid)}", spot.path
+    path = (*spot.path, key)
+    return f"{dotted(path)}: expected one of {', '.join(valid)}, got {shown(spot.value[key])}", path
+
+
+def _mentioned(text: str, tree: Tree) -> KeyPath:
+    """The most precise key named in the text of a check of several sections, so that it has a line."""
+    found = [tuple(word.split(".")) for word in KEY_IN_TEXT.findall(text)]
+    known = [path for path in found if path[0] in Recipe.model_fields and path in tree.places]
+    return max(known, key=len, default=())

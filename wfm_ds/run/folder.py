@@ -1,0 +1,267 @@
+"""The output folder: what a run leaves there, whose it is, and where a run that is given it begins."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wfm_ds.checkpoint import remote, store
+from wfm_ds.checkpoint.remote import RemoteCheckpoint
+from wfm_ds.checkpoint.store import Checkpoint
+from wfm_ds.errors import RecipeError
+from wfm_ds.monitoring.monitor import cut_metrics
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.deepspeed import find_config
+from wfm_ds.recipe.derived import derive
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.run import layout as traces
+from wfm_ds.run.layout import METRICS, RECIPE, RESULT, REWARD, ROLLOUT, RUN_FILES, RUN_FOLDERS, Traces
+from wfm_ds.storage import atomic
+from wfm_ds.storage.filesystem import is_remote
+
+log = logging.getLogger(__name__)
+
+LOCK = ".lock"
+ELSEWHERE = "set run.output_dir to another folder, or pass --overwrite to replace that run"
+STORED_ELSEWHERE = "set checkpoint.storage to another address, or pass --overwrite to replace that run"
+
+# What a continued run may change: how long it is, where it is, what it shows and keeps, and who scores.
+MAY_CHANGE = (
+    *("run.steps", "run.output_dir", "run.resume", "logging.", "validation.", "checkpoint."),
+    # How the work is cut over ranks: sums in another order, the same numbers but for their last bits.
+    *("engine.deepspeed", "engine.micro_batch_size", "engine.gradient_accumulation", "engine.max_forward_batch"),
+    *("engine.sequence_parallel", "engine.guard"),
+    *("reward.spawn", "reward.endpoint", "reward.keys", "reward.timeout_s", "reward.start_timeout_s"),
+    *("rollout.spawn", "rollout.devices", "rollout.bind", "rollout.keys", "rollout.policy_folder", "rollout.in_flight"),
+    *("rollout.lost_after_s", "rollout.timeout_s"),
+)
+# Which images are held out decides which are trained on.
+MAY_NOT_CHANGE = ("validation.path", "validation.holdout")
+NUM_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a run begins: at its first step, after a checkpoint, or nowhere because it is finished."""
+
+    checkpoint: str | None = None  # the folder or s3:// address to continue from
+    step: int = 0  # the last one done
+    metrics_bytes: int = 0  # of the run's metrics.jsonl that belong to these steps
+    finished: bool = False
+
+
+def find_start(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> Start:
+    """Decide by recipe.run.resume and what the folder and the storage hold, which with `overwrite` are about to be
+    cleared; creates and changes nothing.
+
+    Raises RecipeError when the folder cannot be written, when folder or storage hold a run that is not to be continued
+    or cannot be (of another recipe, of another world size, without a complete checkpoint) or folders of somebody else
+    under the names of a run's, or when run.resume names no checkpoint. StorageError when the storage does not answer.
+    """
+    folder, resume = recipe.run.output_dir, recipe.run.resume
+    if overwrite:
+        require_foreign(recipe)
+        require_inputs_elsewhere(recipe)
+        require_writable(folder)
+        return first_start(recipe, world_size)
+    places = [traces.in_folder(folder)]
+    if recipe.checkpoint.storage is not None:
+        places.append(traces.in_storage(recipe.checkpoint.storage))
+    held = [place for place in places if place.files]
+    if not places[0].files:
+        require_writable(folder)
+    if not held:
+        for place in places:
+            require_own_names_free(place)
+        return first_start(recipe, world_size)
+    there = f"{held[0].key} holds a run already ({', '.join(held[0].files)})"
+    if resume == "never":
+        raise RecipeError(f"{there}: {way_out(held[0])}")
+    require_foreign(recipe)
+    # A folder's own checkpoint stands before an equal one in the storage.
+    found = max((place.checkpoint for place in held if place.checkpoint), key=lambda one: one.step, default=None)
+    done = max((place.done for place in held if place.done is not None), default=None)
+    if found is None and done is None:
+        raise RecipeError(f"{there}, without a complete checkpoint to continue from: {way_out(held[0])}")
+    for place in held:
+        require_same_recipe(recipe, *place.recipe(), way_out(place))
+    if done is not None and done >= recipe.run.steps:
+        return Start(step=done, finished=True)
+    if found is None:
+        raise RecipeError(
+            f"{held[0].key} holds a run that finished with step {done} and kept no checkpoint to continue from "
+            f"(checkpoint.every was 0): {way_out(held[0])}"
+        )
+    require_same_batch(found, recipe, world_size)
+    return Start(checkpoint=str(found.path), step=found.step, metrics_bytes=found.facts["metrics_bytes"])
+
+
+def way_out(place: Traces) -> str:
+    return STORED_ELSEWHERE if is_remote(place.place) else ELSEWHERE
+
+
+def first_start(recipe: Recipe, world_size: int) -> Start:
+    """A new run, which may begin where another one's checkpoint ends."""
+    resume = recipe.run.resume
+    if resume in ("auto", "never"):
+        return Start()
+    path = resume.rstrip("/") if is_remote(resume) else str(Path(resume).expanduser())
+    found = remote.read(path) if is_remote(resume) else store.read(Path(path))
+    if found is None:
+        raise RecipeError(
+            f"run.resume: {path} is no complete checkpoint; give auto, never or checkpoints/step_N of a run"
+        )
+    require_same_recipe(recipe, *traces.read_recipe(path), ELSEWHERE)
+    require_same_batch(found, recipe, world_size)
+    return Start(checkpoint=path, step=found.step)
+
+
+def require_own_names_free(place: Traces) -> None:
+    """A run writes into these folders, and removes them if it fails before its first step."""
+    taken = [name for name in place.folders if name not in (REWARD, ROLLOUT)]
+    if taken:
+        raise RecipeError(
+            f"{place.key} holds {', '.join(taken)} and no run that these belong to: "
+            f"set {place.key.partition(' ')[0]} to another place, or pass --overwrite to remove them"
+        )
+
+
+def require_foreign(recipe: Recipe) -> None:
+    """run.resume must not name a checkpoint of the very folder or storage: a run goes on from its newest one."""
+    resume, folder, storage = recipe.run.resume, recipe.run.output_dir, recipe.checkpoint.storage
+    if resume in ("auto", "never"):
+        return
+    if is_remote(resume):
+        key, own = "checkpoint.storage", storage is not None and resume.startswith(f"{storage}/")
+    else:
+        path = Path(resume).expanduser()
+        key, own = "run.output_dir", path.resolve().is_relative_to(folder.resolve())
+    if own:
+        raise RecipeError(
+            f"run.resume {resume} is a checkpoint of {key} itself, which continues from its newest one: leave "
+            "run.resume out, or set run.output_dir and checkpoint.storage to new places to begin there from this "
+            "checkpoint"
+        )
+
+
+def require_inputs_elsewhere(recipe: Recipe) -> None:
+    """--overwrite must not delete what the run is about to read."""
+    folder, storage = recipe.run.output_dir.resolve(), recipe.checkpoint.storage
+    inputs: list[tuple[str, str | Path | None]] = [
+        ("model.path", Path(recipe.model.path).expanduser()),
+        ("engine.deepspeed", find_config(recipe.engine.deepspeed)),
+        *(("data.path", path) for path in recipe.data.shards),
+        ("data.cache_dir", recipe.data.cache_dir),
+        ("validation.path", recipe.validation.path),
+        ("validation.prompts", recipe.validation.prompts),
+    ]
+    for key, path in inputs:
+        if path is None:
+            continue
+        if is_remote(str(path)):
+            owner = "checkpoint.storage" if storage is not None and str(path).startswith(f"{storage}/") else None
+        else:
+            owner = "run.output_dir" if Path(path).resolve().is_relative_to(folder) else None
+        if owner is not None:
+            raise RecipeError(f"{key} {path} lies in {owner}, which --overwrite clears: move one of them")
+
+
+def require_same_recipe(recipe: Recipe, path: str, other: Recipe | None, way_out: str) -> None:
+    """`other`: what stands at `path`."""
+    if other is None:
+        raise RecipeError(f"{path} is missing, so nobody can tell whether that run can be continued: {way_out}")
+    differing = differences(other, recipe)
+    if differing:
+        more = f" and {len(differing) - NUM_SHOWN} more" if len(differing) > NUM_SHOWN else ""
+        raise RecipeError(
+            f"{path} is of another recipe ({'; '.join(differing[:NUM_SHOWN])}{more}), so that run cannot be "
+            f"continued: take these changes back, or {way_out}"
+        )
+
+
+def differences(there: Recipe, here: Recipe) -> list[str]:
+    """`key: OLD there, NEW here` for each key whose change would make it another run."""
+    old, new = flat(there.model_dump(mode="json")), flat(here.model_dump(mode="json"))
+    # With buckets the samples of a micro-batch have one size, which decides in what order samples come.
+    decides_order = here.data.buckets is not None and not here.is_rl
+    fixed = (*MAY_NOT_CHANGE, *(["engine.micro_batch_size"] if decides_order else []))
+    return [
+        f"{key}: {old.get(key, 'nothing')} there, {new.get(key, 'nothing')} here"
+        for key in dict.fromkeys([*old, *new])
+        if old.get(key) != new.get(key) and (key in fixed or not key.startswith(MAY_CHANGE))
+    ]
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, with dotted keys; lists stay whole."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
+def require_same_batch(found: Checkpoint | RemoteCheckpoint, recipe: Recipe, world_size: int) -> None:
+    """Other ranks may continue a run, but not with another global batch: it decides which samples come next. In SFT of
+    several experts the number of micro-batches decides which of them trains when."""
+    derived = derive(recipe, world_size)
+    here, there = derived.samples_per_step, found.facts["samples_per_step"]
+    if here != there:
+        raise RecipeError(
+            f"{found.path} was written by {found.world_size} ranks with {there} samples a step; {world_size} ranks of "
+            f"this recipe make {here}: set engine.micro_batch_size, engine.gradient_accumulation and "
+            f"engine.sequence_parallel so that they make {there}"
+        )
+    micros = found.facts.get("accumulation")
+    if not recipe.is_rl and found.facts.get("num_experts", 1) > 1 and micros != derived.accumulation:
+        raise RecipeError(
+            f"{found.path} is of a model with several experts, which took turns in {micros} micro-batches of each "
+            f"optimizer step; this recipe makes {derived.accumulation}: set engine.gradient_accumulation to {micros}, "
+            f"and engine.micro_batch_size or the number of ranks so that a step has {there} samples"
+        )
+
+
+def require_writable(folder: Path) -> None:
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise RecipeError(f"run.output_dir {folder} cannot be created: {existing} is not a writable folder")
+
+
+def open_output(recipe: Recipe, start: Start) -> None:
+    """Cut what the folder holds back to `start`, and put the resolved recipe there."""
+    folder = recipe.run.output_dir
+    (folder / RESULT).unlink(missing_ok=True)  # it will be told anew how the run ends
+    cut_metrics(folder / METRICS, start.metrics_bytes)
+    atomic.write_text(folder / RECIPE, recipe_file.dump(recipe))
+
+
+def clear_run(folder: Path, *, keep: Collection[str] = ()) -> None:
+    """Remove what a run wrote there, except for `keep`, and nothing else. The caller holds the lock."""
+    for name in set(RUN_FOLDERS) - set(keep):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in RUN_FILES:
+        (folder / name).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other runs out of the folder, which is created; the lock goes when the process does. Raises RecipeError if
+    a run is there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise RecipeError(
+                    f"run.output_dir {folder}: a run is going on there; wait until it has ended"
+                ) from error
+            log.warning("%s cannot be locked (%s): nothing keeps a second run out of it", folder, error)
+        yield

@@ -1,0 +1,107 @@
+"""The model of a run: the recipe's pipeline, held to what the recipe asks of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from wfm_ds.algorithms import build_rl
+from wfm_ds.data.buckets import Size
+from wfm_ds.data.datasets import buckets_of
+from wfm_ds.errors import RecipeError, UserError
+from wfm_ds.models import registry
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.recipe.algorithms import DdrlAlgorithm, SftAlgorithm
+from wfm_ds.recipe.deepspeed import require_idle_experts
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.run.estimate import lora_parameters
+from wfm_ds.ulysses.install import check as check_shareable
+from wfm_ds.ulysses.install import check_shape
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def load_model(recipe: Recipe, device: torch.device, *, placed: bool = False) -> DiffusionModel:
+    """The recipe's pipeline, its denoiser as it is stored until an engine places it (`placed`: on the device, for use
+    without an engine), or re-initialised when the recipe trains from scratch. Raises ModelError when it cannot be
+    loaded, RecipeError when the recipe's size does not fit the family, UserError when its tokens cannot be shared as
+    the recipe says."""
+    settings, size = recipe.model, recipe.sampling
+    model = registry.load(
+        settings.path,
+        dtype=DTYPES[settings.dtype],
+        device=device,
+        max_sequence_length=settings.max_sequence_length,
+        prompt_template=settings.prompt_template,
+        guardrail=settings.guardrail,
+        mapped=settings.denoiser_init != "random" and not placed,
+    )
+    try:
+        model.latent_shape(size.height, size.width, size.num_frames)
+    except ValueError as error:
+        raise RecipeError(f"sampling: {error}") from error
+    shape = model.latent_shape(size.height, size.width, size.num_frames)
+    rollout_grid, _ = model.sigmas(size.steps, shape), model.sigmas(size.eval_steps, shape)
+    if recipe.is_rl:
+        build_rl(recipe, rollout_grid)  # raises what depends on the family's grid
+    if recipe.algorithm.name == "sft":
+        check_given_frames(recipe.algorithm, model, shape)
+        if recipe.algorithm.flow_shift is None:
+            _ = model.flow_shift  # raises where the scheduler has none
+    sizes = buckets_of(recipe, model).sizes  # raises for those that the family has not
+    if len(model.sigma_ranges) > 1:
+        require_idle_experts(recipe)
+    elif size.guidance_scale_low is not None:
+        raise RecipeError(f"sampling.guidance_scale_low: {model.path} has no second expert; remove the key")
+    if isinstance(recipe.algorithm, DdrlAlgorithm):
+        check_given_frames(recipe.algorithm, model, shape)
+        check_data_levels(recipe.algorithm, model)
+    if recipe.engine.sequence_parallel > 1:
+        check_shareable(model.denoiser, recipe.engine.sequence_parallel)
+        check_sizes_shared(recipe, model, [(size.height, size.width), *sizes])
+    if recipe.lora is not None:
+        targets = recipe.lora.target_modules or model.default_lora_targets
+        if lora_parameters(model.denoiser, targets, recipe.lora.rank) == 0:
+            raise RecipeError(f"lora.target_modules: no linear layer of the denoiser ends with {', '.join(targets)}")
+    if settings.denoiser_init == "random":
+        registry.randomize(model, recipe.run.seed)
+    return model
+
+
+def check_sizes_shared(recipe: Recipe, model: DiffusionModel, sizes: Sequence[Size]) -> None:
+    """RecipeError for one of these sizes that is too small for the ranks of a replica to share."""
+    for height, width in dict.fromkeys(sizes):
+        shape = model.latent_shape(height, width, recipe.sampling.num_frames)
+        try:
+            check_shape(model.denoiser, recipe.engine.sequence_parallel, shape)
+        except UserError as error:
+            whose = "sampling" if (height, width) == (recipe.sampling.height, recipe.sampling.width) else "data.buckets"
+            raise RecipeError(f"{whose}: the size [{height}, {width}] cannot be shared among ranks: {error}") from error
+
+
+def check_given_frames(algorithm: SftAlgorithm | DdrlAlgorithm, model: DiffusionModel, shape: Sequence[int]) -> None:
+    """RecipeError for numbers of given frames that the family does not know, or that leave nothing to predict."""
+    low, high = algorithm.min_num_conditional_frames, algorithm.max_num_conditional_frames
+    unknown = sorted(set(range(low, high + 1)) - set(model.conditional_frames))
+    if unknown:
+        known = " or ".join(map(str, model.conditional_frames))
+        raise RecipeError(
+            f"algorithm.max_num_conditional_frames {high}: {model.family} takes {known} given latent frames; "
+            f"change the range {low} to {high}"
+        )
+    num_frames = shape[1] if model.video else 1
+    if high >= num_frames:
+        raise RecipeError(
+            f"algorithm.max_num_conditional_frames {high} leaves nothing to predict of {num_frames} latent frames: "
+            "lower it or raise sampling.num_frames"
+        )
+
+
+def check_data_levels(algorithm: DdrlAlgorithm, model: DiffusionModel) -> None:
+    """RecipeError where data would be noised for another expert than the rollout step that it is trained with."""
+    if algorithm.data_beta > 0 and not algorithm.use_rl_sigma_and_noise and len(model.sigma_ranges) > 1:
+        raise RecipeError(
+            f"algorithm.use_rl_sigma_and_noise: false draws noise levels that {model.family} denoises with another "
+            "expert than the rollout's: set it to true"
+        )

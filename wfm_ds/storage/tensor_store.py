@@ -1,0 +1,69 @@
+"""Tensors on disk by what they were computed from: one safetensors file for each entry, complete or absent."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from wfm_ds.storage import atomic
+
+Key = Mapping[str, Any]
+"""All that changes the value, as JSON: equal keys mean equal tensors."""
+
+
+class TensorStore:
+    """Entries of any number of runs and ranks, which may write the same one at the same time.
+
+    An entry's file is named by a hash of its key, so that no text of a user becomes a name. The key is in the file:
+    an entry with another one, or in a damaged file, counts as absent.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __contains__(self, key: Key) -> bool:
+        return self._names(key) is not None
+
+    def read(self, key: Key) -> dict[str, Tensor] | None:
+        """The tensors under this key on the host, None if there are none."""
+        names = self._names(key)
+        if names is None:
+            return None
+        try:
+            with safe_open(self._path(key), framework="pt") as file:
+                return {name: file.get_tensor(name) for name in names}
+        except (OSError, SafetensorError):  # removed or replaced meanwhile
+            return None
+
+    def write(self, key: Key, tensors: Mapping[str, Tensor]) -> None:
+        """Put these tensors, on any device, under this key. Raises OSError."""
+        path = self._path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        with atomic.new_file(path) as part:
+            save_file(host, part, metadata={"key": canonical(key)})
+
+    def _path(self, key: Key) -> Path:
+        digest = hashlib.sha256(canonical(key).encode()).hexdigest()
+        return self.folder / digest[:2] / f"{digest}.safetensors"
+
+    def _names(self, key: Key) -> list[str] | None:
+        """The names of an entry's tensors, None if it is absent."""
+        try:
+            with safe_open(self._path(key), framework="pt") as file:
+                if (file.metadata() or {}).get("key") == canonical(key):
+                    return list(file.keys())
+        except (OSError, SafetensorError):
+            pass
+        return None
+
+
+def canonical(key: Key) -> str:
+    return json.dumps(key, sort_keys=True, separators=(",", ":"))

@@ -1,0 +1,1 @@
+"""The loops, and all that is assembled around them."""

@@ -1,0 +1,191 @@
+"""What a run is made of, built once: the engine, the caches, the order of the data, and the loop that uses them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from wfm_ds.algorithms import RlAlgorithm, build_rl, engine_policies
+from wfm_ds.data.datasets import TrainingData, batch_source, buckets_of, log_rejected, readable
+from wfm_ds.data.prompts import PromptOrder
+from wfm_ds.data.replica import chosen_once
+from wfm_ds.distributed.lifecycle import StopFlag
+from wfm_ds.distributed.world import World
+from wfm_ds.engine.engine import DenoiserEngine
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.monitoring.monitor import Monitor
+from wfm_ds.recipe.derived import Derived, derive
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.rollout.colocated import ColocatedSource
+from wfm_ds.rollout.groups import PairGroups, PromptGroups
+from wfm_ds.rollout.rewards import RewardClient, RewardService
+from wfm_ds.rollout.source import async_source
+from wfm_ds.run.folder import Start
+from wfm_ds.run.job import Job
+from wfm_ds.training.caches import drop_idle_encoders, latent_cache, needed_texts, text_cache
+from wfm_ds.training.rl import RlTrainer
+from wfm_ds.training.sft import SftTrainer, ValidationLoss, clean_latents
+from wfm_ds.training.validation import Validator
+
+if TYPE_CHECKING:
+    from wfm_ds.rollout.base import Source
+    from wfm_ds.rollout.groups import GroupSource
+    from wfm_ds.training.checkpoints import Checkpoints
+    from wfm_ds.training.exporter import Exporter
+
+log = logging.getLogger(__name__)
+
+
+def freeze_base(model: DiffusionModel, recipe: Recipe) -> None:
+    """Tell the model which layers the recipe's adapters leave as they are, before it encodes any text."""
+    if recipe.lora is not None:
+        model.freeze_all_but(recipe.lora.target_modules or model.default_lora_targets)
+
+
+def build_engine(
+    model: DiffusionModel, recipe: Recipe, derived: Derived, world: World, policies: frozenset[str]
+) -> DenoiserEngine:
+    """Wrap the model's denoiser; from here on the model's forwards go through the engine."""
+    freeze_base(model, recipe)
+    engine = DenoiserEngine.build(
+        model.denoiser,
+        recipe,
+        world,
+        lora_targets=model.default_lora_targets,
+        policies=policies,
+        accumulation=max(derived.accumulation, len(model.sigma_ranges)),  # a micro-batch has terms of one expert
+        total_updates=derived.total_updates,
+    )
+    model.denoiser = engine.forward_module
+    return engine
+
+
+def open_job(
+    recipe: Recipe,
+    world: World,
+    stop: StopFlag,
+    model: DiffusionModel,
+    data: TrainingData,
+    start: Start,
+    resources: ExitStack,
+) -> Job:
+    """The engine around the denoiser, the caches, and the run's log, which `resources` closes. Collective."""
+    derived = derive(recipe, world.size)
+    engine = world.checked(lambda: build_engine(model, recipe, derived, world, engine_policies(recipe)))
+    texts = world.checked(lambda: text_cache(recipe, model, data))
+    if drop_idle_encoders(model, texts, needed_texts(recipe, model, data)):
+        log.info("all texts are in %s: the text encoders are not kept in memory", recipe.data.cache_dir)
+    latents = world.checked(lambda: latent_cache(recipe, model))
+    monitor = Monitor(
+        recipe.run.output_dir,
+        is_main=world.is_main,
+        tensorboard=recipe.logging.tensorboard,
+        console=recipe.logging.console,
+        total_steps=recipe.run.steps,
+        unit="videos" if model.video and recipe.sampling.num_frames > 1 else "images",
+        resumed_at=start.step * derived.updates_per_step if start.checkpoint else None,
+    )
+    resources.callback(monitor.close)
+    if world.is_main:
+        log_rejected(data)
+    return Job(
+        recipe=recipe,
+        derived=derived,
+        world=world,
+        stop=stop,
+        model=model,
+        engine=engine,
+        texts=texts,
+        latents=latents,
+        monitor=monitor,
+    )
+
+
+@contextlib.contextmanager
+def reward_endpoint(recipe: Recipe, world: World) -> Iterator[str | None]:
+    """Where every rank finds the rewards: the recipe's service, or one that rank 0 runs meanwhile."""
+    if recipe.reward is None or recipe.reward.endpoint is not None:
+        yield recipe.reward.endpoint if recipe.reward else None
+        return
+    reward = recipe.reward
+    service = world.checked(lambda: RewardService(reward, recipe.run.output_dir / "reward"), on="main")
+    try:
+        yield world.broadcast(service.endpoint if service is not None else None)
+    finally:
+        if service is not None:
+            service.stop()
+
+
+def rl_algorithm(recipe: Recipe, model: DiffusionModel) -> RlAlgorithm | None:
+    """On the model's own grid of noise levels; None for SFT."""
+    size = recipe.sampling
+    if not recipe.is_rl:
+        return None
+    return build_rl(recipe, model.sigmas(size.steps, model.latent_shape(size.height, size.width, size.num_frames)))
+
+
+def supervision(
+    job: Job, data: TrainingData, exporter: Exporter, checkpoints: Checkpoints, resources: contextlib.ExitStack
+) -> SftTrainer:
+    recipe, world = job.recipe, job.world
+    buckets = buckets_of(recipe, job.model)
+    batches = {"global_batch": job.derived.samples_per_step, "unit": recipe.engine.micro_batch_size}
+    source = batch_source(recipe, world, data, buckets, cached=job.cached_latents, **batches)
+    resources.callback(source.close)
+    num_images, whole = recipe.validation.num_images, data.num_samples
+    held_out = chosen_once(
+        world, data.held_out, lambda: readable(data.held_out, recipe, buckets, num_images, whole=whole)
+    )
+    places = world.checked(lambda: [buckets.index_of(sample.media) for sample in held_out], on="leaders")
+    framings = [buckets.framings[place] for place in world.share(places)]
+    loss = ValidationLoss(job, held_out, framings) if held_out else None
+    return SftTrainer(job, source, Validator(job, data.shown, loss=loss), exporter, checkpoints)
+
+
+def reinforcement(
+    job: Job,
+    algorithm: RlAlgorithm,
+    data: TrainingData,
+    exporter: Exporter,
+    checkpoints: Checkpoints,
+    endpoint: str | None,
+    resources: ExitStack,
+) -> RlTrainer:
+    recipe, reward = job.recipe, job.recipe.reward
+    assert reward is not None
+    assert endpoint is not None
+    run = recipe.run.output_dir.name
+    rewards = job.world.checked(lambda: RewardClient(endpoint, reward, run=run, client=f"rank{job.world.rank}"))
+    resources.callback(rewards.close)
+    groups = group_source(job, algorithm, data, resources)
+    source: Source = (
+        async_source(job, groups, algorithm, endpoint, resources)
+        if recipe.is_async
+        else ColocatedSource(job, groups, rewards, algorithm)
+    )
+    return RlTrainer(job, algorithm, source, Validator(job, data.shown, rewards=rewards), exporter, checkpoints)
+
+
+def group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources: ExitStack) -> GroupSource:
+    """Groups about the data's media, or about prompts where it has no media."""
+    recipe, seed = job.recipe, job.recipe.run.seed
+    assert recipe.rollout is not None
+    num_groups = recipe.rollout.prompts_per_step
+    if not data.samples:
+        return PromptGroups(PromptOrder(data.prompts, seed=seed, shuffle=recipe.data.shuffle), num_groups)
+    # The rollouts of a step and their data have one size.
+    source = batch_source(
+        recipe,
+        job.world,
+        data,
+        buckets_of(recipe, job.model),
+        global_batch=num_groups,
+        unit=num_groups,
+        cached=job.cached_latents,
+    )
+    resources.callback(source.close)
+    return PairGroups(job, source, functools.partial(clean_latents, job), algorithm.num_given)

@@ -1,0 +1,52 @@
+"""When weights are exported, and what a user copies to load them. How they are written is export.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from wfm_ds.checkpoint.export import export, loading_lines
+from wfm_ds.checkpoint.target import ExportTarget
+from wfm_ds.run.job import Job
+
+
+class Exporter:
+    """Writes `safetensors/step_<N>/` at the recipe's interval and at the end. Every rank calls every method."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._written: tuple[int, Path] | None = None
+
+    @property
+    def artifacts(self) -> dict[str, str]:
+        """What the run has left behind so far, by kind, for result.json."""
+        return {"lora" if self.job.engine.lora else "pipeline": str(self._written[1])} if self._written else {}
+
+    def after_step(self, step: int) -> None:
+        every = self.job.recipe.checkpoint.export_every
+        if every > 0 and step % every == 0:
+            self._export(step)
+
+    def at_end(self, step: int) -> None:
+        """Export the last weights, unless that was just done, and say how to load them."""
+        if self._written is None or self._written[0] != step:
+            self._export(step)
+        assert self._written is not None
+        folder, job = self._written[1], self.job
+        job.monitor.message("load it with:\n" + loading_lines(job.model.path, folder, job.engine.lora))
+
+    def _export(self, step: int) -> None:
+        job = self.job
+        with job.timer("export"):
+            folder = job.world.checked(
+                lambda: export(
+                    ExportTarget.of(job.model),
+                    job.engine,
+                    job.recipe.run.output_dir / "safetensors" / f"step_{step}",
+                    policy=job.evaluation_policy,
+                    dtype=job.model.dtype,
+                    is_main=job.world.is_main,
+                )
+            )
+        self._written = (step, folder)
+        if job.mirror is not None:
+            job.mirror.wake()

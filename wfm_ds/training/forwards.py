@@ -1,0 +1,173 @@
+"""How often a recipe runs the denoiser: what `perf/forwards_*` will say, known before anything runs.
+
+Counts are those of one rank, equal on all ranks (those of a replica run each forward together), and exact as long as
+every optimizer step is applied. With two experts a micro-batch holds terms of one, so an update may run one forward
+more of each purpose; with `data.buckets` a validation loss runs a forward more for each further size. The names are
+those of `Job.forwards`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from wfm_ds.algorithms.sft import NUM_BUCKETS
+from wfm_ds.recipe.algorithms import DdrlAlgorithm, RlSettings
+
+if TYPE_CHECKING:
+    from wfm_ds.algorithms import RlAlgorithm
+    from wfm_ds.recipe.derived import Derived
+    from wfm_ds.recipe.schema import Recipe
+    from wfm_ds.sampling.denoise import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Forwards:
+    """Forwards of one purpose."""
+
+    calls: int
+    samples: int  # through all calls together
+    without_adapters: int = 0  # of the samples, those that see the reference: in a LoRA run the base alone
+
+    def __add__(self, other: Forwards) -> Forwards:
+        return Forwards(
+            self.calls + other.calls,
+            self.samples + other.samples,
+            self.without_adapters + other.without_adapters,
+        )
+
+
+NONE = Forwards(0, 0)
+Guided = Callable[[float], bool]
+"""Whether the prediction at a noise level is guided: whether it takes an unconditional pass."""
+
+
+def in_batches(samples: int, batch: int, times: int = 1) -> Forwards:
+    """`times` passes over the samples in batches of this size."""
+    return Forwards(times * math.ceil(samples / batch), times * samples)
+
+
+def added(*parts: Mapping[str, Forwards]) -> dict[str, Forwards]:
+    """Sums by purpose; purposes without a call are left out."""
+    sums = {purpose: sum((p.get(purpose, NONE) for p in parts), NONE) for part in parts for purpose in part}
+    return {purpose: forwards for purpose, forwards in sums.items() if forwards.calls}
+
+
+def sft_step(recipe: Recipe, derived: Derived) -> dict[str, Forwards]:
+    """One optimizer step of supervised fine-tuning."""
+    return {"policy": in_batches(derived.samples_per_rank, recipe.engine.micro_batch_size)}
+
+
+def rl_step(
+    recipe: Recipe, derived: Derived, algorithm: RlAlgorithm, step: int, *, guided: Guided | None = None
+) -> dict[str, Forwards]:
+    """RL step `step`, from 1: the rollout, unless other processes do it, then the predictions of every update.
+
+    `guided`: unless all noise levels are or none is; then as large a share of the trained terms as of the rollout's
+    predictions is taken to be. Fewer if samples are dropped (failed rewards, `zero_std: drop`). best_of_n is taken as
+    its share of every update, which is exact where ranks hold whole groups and train them in one update.
+    """
+    policy, asked_at = algorithm.rollout_policy, evaluations(algorithm.plan(step))
+    num_guided = sum(map(guided or guided_by(recipe), asked_at))
+    times, share = len(asked_at) + num_guided, num_guided / len(asked_at)
+    rollout = seen_by(policy, in_batches(derived.samples_per_rank, recipe.engine.max_forward_batch, times))
+    terms = num_terms(recipe, derived)
+    calls = math.ceil(terms / recipe.engine.micro_batch_size)
+    trained = Forwards(calls, terms + num_data(recipe, terms))  # a term and its data share a forward
+    compared = Forwards(folded_calls(terms, recipe.engine.micro_batch_size, recipe.engine.max_forward_batch), terms)
+
+    parts = [] if recipe.is_async else [{"rollout": rollout}]
+    current = equal_policies(algorithm, derived, step)
+    for update in range(derived.updates_per_step):
+        recalled = {"old"} if algorithm.recalls_old and update == 0 else set()
+        asked = [p for p in algorithm.references if p not in current | recalled]
+        velocities = {"policy": trained, **{p: seen_by(p, compared) for p in asked}}
+        if "old" in velocities and algorithm.recalls_old:
+            velocities["old"] = Forwards(calls, terms)  # in the batches of training
+        parts.append(velocities)
+        parts.append({"uncond": sum((part_of(f, share) for f in velocities.values()), NONE)})
+        current = set()
+    return added(*parts)
+
+
+def equal_policies(algorithm: RlAlgorithm, derived: Derived, step: int) -> set[str]:
+    """Those whose weights are the trained ones when RL step `step` begins: their predictions need no forward."""
+    if step == 1:
+        return {algorithm.rollout_policy}
+    moves = algorithm.moves(step - 1, (step - 1) * derived.updates_per_step)
+    return {policy for policy, decay in moves.items() if decay == 0}
+
+
+def num_terms(recipe: Recipe, derived: Derived) -> int:
+    """Terms of one optimizer step on one rank."""
+    algorithm, rollout = recipe.algorithm, recipe.rollout
+    assert isinstance(algorithm, RlSettings)
+    assert rollout is not None
+    kept = algorithm.best_of_n or rollout.group_size
+    return math.ceil(derived.terms_per_rank * kept / rollout.group_size)
+
+
+def num_data(recipe: Recipe, terms: int) -> int:
+    """Samples of data that are trained on beside this many terms (DDRL)."""
+    algorithm = recipe.algorithm
+    if not isinstance(algorithm, DdrlAlgorithm) or algorithm.data_beta == 0:
+        return 0
+    return terms // len(algorithm.train_on) if algorithm.data_on_first_only else terms
+
+
+def evaluations(plan: Plan) -> list[float]:
+    """The noise levels at which a rollout of this plan asks for predictions: it is run, on a single number and without
+    a denoiser."""
+    asked: list[float] = []
+
+    def predict(latents: Tensor, sigma: float) -> Tensor:
+        asked.append(sigma)
+        return torch.zeros_like(latents)
+
+    plan.run(predict, torch.zeros(1, 1, 1, 1), [0])
+    return asked
+
+
+def folded_calls(terms: int, micro: int, most: int) -> int:
+    """Forwards of predictions without gradient: whole micro-batches share one while they have at most `most` terms."""
+    full, rest = divmod(terms, micro)
+    together = max(1, most // micro)
+    calls = math.ceil(full / together)
+    room = most - (full - (calls - 1) * together) * micro if calls else 0
+    return calls + (rest > max(room, 0))
+
+
+def seen_by(policy: str, forwards: Forwards) -> Forwards:
+    return dataclasses.replace(forwards, without_adapters=forwards.samples) if policy == "ref" else forwards
+
+
+def evaluation(
+    recipe: Recipe, num_replicas: int, *, num_prompts: int, num_images: int = 0, guided_steps: int | None = None
+) -> dict[str, Forwards]:
+    """One evaluation: the samples of this many prompts, and in SFT, which shows but does not score them, the validation
+    loss on this many images. `guided_steps`: of sampling.eval_steps, unless all of them are or none is."""
+    chosen = min(num_prompts, recipe.validation.num_prompts) * len(recipe.validation.seeds)
+    if not recipe.is_rl:
+        chosen = min(chosen, recipe.logging.num_samples)
+    batch = recipe.engine.max_forward_batch
+    steps = recipe.sampling.eval_steps
+    if guided_steps is None:
+        guided_steps = steps if guided_by(recipe)(1.0) else 0
+    sampled = in_batches(math.ceil(chosen / num_replicas), batch, steps + guided_steps)
+    measured = in_batches(math.ceil(num_images * NUM_BUCKETS / num_replicas), batch)
+    return {"validation": sampled + measured}
+
+
+def guided_by(recipe: Recipe, stage_of: Callable[[float], int] = lambda sigma: 0) -> Guided:
+    """Where the recipe's guidance runs, by noise level. `stage_of`: the expert there (DiffusionModel.stage_of)."""
+    return lambda sigma: recipe.sampling.guidance_of(stage_of(sigma)) != 1
+
+
+def part_of(forwards: Forwards, share: float) -> Forwards:
+    return Forwards(*(math.ceil(number * share) for number in dataclasses.astuple(forwards)))

@@ -1,0 +1,65 @@
+"""How a step and a run end: the metrics of a step, the limit of failed steps, and what the run reports."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from wfm_ds.errors import RunError
+
+if TYPE_CHECKING:
+    from wfm_ds.engine.engine import StepResult
+    from wfm_ds.run.job import Job
+
+log = logging.getLogger(__name__)
+
+MAX_NONFINITE_STEPS = 3
+
+
+class FiniteSteps:
+    """Three optimizer steps in a row with a non-finite loss or gradient stop the run."""
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+
+    def watch(self, result: StepResult, sample_ids: Sequence[str]) -> None:
+        """Called on every rank with the engine's verdict, which all ranks share."""
+        self.in_a_row = 0 if result.applied else self.in_a_row + 1
+        if not result.applied:
+            log.warning(
+                "step not applied: loss or gradient is not finite; samples of this rank: %s", ", ".join(sample_ids)
+            )
+        if self.in_a_row >= MAX_NONFINITE_STEPS:
+            raise RunError(
+                f"{self.in_a_row} optimizer steps in a row had a non-finite loss or gradient: lower optimizer.lr"
+            )
+
+
+def engine_metrics(job: Job, result: StepResult) -> dict[str, float]:
+    return {
+        "optim/grad_norm": result.grad_norm,
+        "optim/clipped": float(result.clipped),
+        "optim/lr": result.lr,
+        "optim/skipped_steps": float(job.engine.num_skipped),
+    }
+
+
+def finish_step(job: Job, step: int, updates: Sequence[Mapping[str, float]], *, samples: int) -> None:
+    """Write the metrics of a step's optimizer steps, one line each; collective.
+
+    The first line also has the times, counts and speed of the whole step.
+    """
+    times = job.timer.collect(job.world)
+    counts = {f"perf/forwards_{name}": float(count) for name, count in sorted(job.forwards.items())}
+    job.forwards.clear()
+    speed = {
+        "perf/samples_per_s": samples / times["time/step"],
+        "perf/samples_per_s_per_gpu": samples / times["time/step"] / job.world.size,
+    }
+    first_update = (step - 1) * job.derived.updates_per_step + 1
+    for update, metrics in enumerate([{**updates[0], **times, **counts, **speed}, *updates[1:]], first_update):
+        job.monitor.scalars(update, metrics)
+    headline = next((m for m in ("reward/total/mean", "sft/loss", "loss/total") if m in updates[0]), None)
+    note = f"{headline} {updates[0][headline]:.4f}" if headline else ""
+    job.monitor.progress(step, samples=samples, note=note)

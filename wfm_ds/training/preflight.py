@@ -1,0 +1,136 @@
+"""What must hold before a run writes anything: model, data, rewards. Also `--check`. The output folder: output.py."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from wfm_ds.algorithms import engine_policies
+from wfm_ds.data.datasets import TrainingData, buckets_of, load_data, readable
+from wfm_ds.distributed.world import ranks_per_node
+from wfm_ds.errors import RecipeError
+from wfm_ds.models import registry
+from wfm_ds.pipes.sockets import check_endpoint
+from wfm_ds.recipe.deepspeed import deepspeed_config
+from wfm_ds.recipe.derived import derive, num_replicas
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.sections import RewardFunction
+from wfm_ds.rollout.rewards import RewardClient
+from wfm_ds.rollout.service import endpoints, spawn_devices, trainer_keys
+from wfm_ds.run.estimate import memory_lines
+from wfm_ds.run.folder import Start, find_start
+from wfm_ds.run.model import load_model
+from wfm_ds.types import Prompt
+
+log = logging.getLogger(__name__)
+
+NUM_DECODED = 32  # samples that --check looks into
+
+
+def check_rewards(recipe: Recipe, prompts: Sequence[Prompt]) -> None:
+    """Known rewards that can score these prompts; a running service answers. Raises RewardError or RecipeError."""
+    assert recipe.reward is not None
+    video = registry.family_of(registry.resolve(recipe.model.path)).video
+    for function in recipe.reward.functions:
+        check_needs(function, prompts, local=recipe.reward.spawn, video=video)
+    if recipe.reward.endpoint is not None:
+        RewardClient(recipe.reward.endpoint, recipe.reward, run="check", client="check").close()
+
+
+def check_workers(recipe: Recipe) -> None:
+    """Raises RecipeError, PipeError or KeyFileError for workers that could not be started, or not be reached."""
+    assert recipe.rollout is not None
+    spawn_devices(recipe.rollout.devices, recipe.rollout.spawn)
+    keys = trainer_keys(recipe.rollout)
+    if recipe.rollout.bind != "ipc":
+        for endpoint in endpoints(recipe.rollout.bind, None):
+            check_endpoint(endpoint, keys=keys is not None)
+
+
+def check_needs(function: RewardFunction, prompts: Sequence[Prompt], *, local: bool, video: bool) -> None:
+    """`video`: whether the model makes videos. A reward of a service elsewhere may be unknown here; then the service
+    itself is asked."""
+    from wfm_reward import registry as rewards
+
+    if not local and function.name not in rewards.names():
+        return
+    reward = rewards.describe(function.name)
+    if not video and "image" not in reward.media:
+        raise RecipeError(
+            f"reward {function.name} scores videos, but the model makes images: choose another reward or model"
+        )
+    for key in reward.needs:
+        lacking = [p.id for p in prompts if key not in p.metadata]
+        if lacking:
+            raise RecipeError(
+                f"reward {function.name} needs the metadata key {key!r}, which {len(lacking)} of {len(prompts)} "
+                f"prompts lack, e.g. {lacking[0]}: add it to the prompt file or choose another reward"
+            )
+    if local:
+        rewards.create(function.name, "cpu", function.options)
+
+
+def preflight(recipe: Recipe, world_size: int) -> TrainingData:
+    """The data, once what can be refused cheaply was, in the order in which a user would fix it. Writes nothing."""
+    num_replicas(recipe, world_size, ranks_per_node=ranks_per_node(world_size))
+    derived = derive(recipe, world_size)
+    deepspeed_config(
+        recipe,
+        accumulation=derived.accumulation,
+        policies=engine_policies(recipe),
+        world_size=world_size,
+        ranks_per_node=ranks_per_node(world_size),
+    )
+    registry.resolve(recipe.model.path)
+    for doubt in recipe.doubts():
+        log.warning(doubt)
+    data = load_data(recipe)
+    if recipe.is_async:
+        check_workers(recipe)
+    if recipe.is_rl:
+        check_rewards(recipe, list({p.id: p for p in [*data.prompts, *data.shown]}.values()))
+    return data
+
+
+def report(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> str:
+    """What `--check` prints when all is well. Raises UserError otherwise."""
+    start = find_start(recipe, world_size, overwrite=overwrite)
+    data = preflight(recipe, world_size)
+    model = load_model(recipe, torch.device("cpu"))
+    readable(data.samples, recipe, buckets_of(recipe, model), NUM_DECODED, whole=data.num_samples)
+    check_spawned_rewards(recipe)
+    counts = (
+        f"prompts                    {len(data.prompts)}"
+        if recipe.is_rl
+        else f"samples                    {len(data.samples)} to train on, {len(data.held_out)} held out"
+    )
+    lines = [
+        f"recipe                     {recipe.algorithm.name}, {'LoRA' if recipe.lora else 'all weights'}",
+        f"model                      {model.path}",
+        counts,
+        f"output                     {beginning(start)}",
+        *derive(recipe, world_size).lines(),
+        *memory_lines(recipe, model.denoiser, model.default_lora_targets, world_size),
+        "all checks passed",
+    ]
+    return "\n".join(lines)
+
+
+def beginning(start: Start) -> str:
+    if start.finished:
+        return f"a run that has finished with step {start.step}: nothing would be done"
+    return f"continues after step {start.step} from {start.checkpoint}" if start.checkpoint else "a new run"
+
+
+def check_spawned_rewards(recipe: Recipe) -> None:
+    """Start the service once and stop it: a missing package or model shows here and not an hour later."""
+    if recipe.reward is None or not recipe.reward.spawn:
+        return
+    from wfm_ds.rollout.rewards import RewardService
+
+    with tempfile.TemporaryDirectory(prefix="wfm-check-") as folder, RewardService(recipe.reward, Path(folder)):
+        pass

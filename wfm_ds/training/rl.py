@@ -1,0 +1,234 @@
+"""Reinforcement learning, top to bottom. It knows no algorithm and no family by name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wfm_ds.algorithms import RlAlgorithm
+from wfm_ds.algorithms.advantages import Advantages, reward_stats, reward_warnings, step_rewards
+from wfm_ds.algorithms.batch import Term
+from wfm_ds.algorithms.terms import keyed_permutation
+from wfm_ds.errors import RunError
+from wfm_ds.monitoring.meter import Meter
+from wfm_ds.rollout.base import Source
+from wfm_ds.rollout.members import StepRollouts
+from wfm_ds.run.job import Job
+from wfm_ds.run.result import Outcome
+from wfm_ds.training.checkpoints import Checkpoints
+from wfm_ds.training.exporter import Exporter
+from wfm_ds.training.micro import MicroBatch, MicroBatches, cut, folded, level
+from wfm_ds.training.outcome import FiniteSteps, engine_metrics, finish_step
+from wfm_ds.training.validation import Validator
+from wfm_ds.types import Score
+
+log = logging.getLogger(__name__)
+
+MAX_FAILING_STEPS = 3
+NUM_REASONS = 5  # of failed rewards, named in a log line
+DISTANCE_EVERY = 10
+
+
+class RlTrainer:
+    """Trains `job.engine` by rollouts of `source`; one step is one RL step of `updates_per_step` optimizer steps."""
+
+    def __init__(
+        self,
+        job: Job,
+        algorithm: RlAlgorithm,
+        source: Source,
+        validator: Validator,
+        exporter: Exporter,
+        checkpoints: Checkpoints,
+    ) -> None:
+        assert job.recipe.reward is not None
+        self.job, self.algorithm, self.source, self.validator = job, algorithm, source, validator
+        self.exporter, self.checkpoints = exporter, checkpoints
+        self.reward = job.recipe.reward
+        self.meter, self.finite = Meter(), FiniteSteps()
+        self.step = 0
+        self.metrics: dict[str, float] = {}  # of the last step
+        self.failing_steps = 0
+        # Policies whose weights are the trained ones, so that their predictions are too. The one that rolls out starts
+        # as a copy of them.
+        self.current = {algorithm.rollout_policy}
+        self.moved_at = 0  # the optimizer step after which copies moved last
+
+    def run(self) -> Outcome:
+        job = self.job
+        self.source.publish(self.step)
+        self.validator.at_start(self.step)
+        job.monitor.progress(self.step, samples=0)
+        while self.step < job.recipe.run.steps:
+            self.source.wait(self.step + 1)
+            if job.should_stop():
+                self.checkpoints.at_stop(self)
+                return Outcome("preempted", self.step, self.metrics)
+            self.step += 1
+            with job.timer("rollout"):
+                rollouts = self.source.next(self.step)
+            with job.timer("reward_wait"):
+                scores = self.source.scores(rollouts)
+            advantages, judged = self.judge(rollouts, scores)
+            parts = [self.levelled(p) for p in self.algorithm.updates(rollouts, advantages.values, self.step)]
+            recalled = self.recall(parts, rollouts)
+            updates = [self.train_step(terms, rollouts, old) for terms, old in zip(parts, recalled, strict=True)]
+            judged |= self.move_policies()
+            self.source.publish(self.step)
+            self.validator.after_step(self.step)
+            self.exporter.after_step(self.step)
+            finish_step(job, self.step, [judged | updates[0], *updates[1:]], samples=int(judged["rollout/samples"]))
+            self.metrics = judged | updates[-1]
+            self.checkpoints.after_step(self)
+        return Outcome("finished", self.step, self.metrics)
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint. Prompts, noise and noise levels follow from the step alone."""
+        return {
+            "step": self.step,
+            "metrics": self.metrics,
+            "failing_steps": self.failing_steps,
+            "nonfinite_in_a_row": self.finite.in_a_row,
+            "current": sorted(self.current),
+            "moved_at": self.moved_at,
+            "groups": self.source.groups.state(),
+            "validator": self.validator.state(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.step, self.metrics = state["step"], state["metrics"]
+        self.failing_steps, self.finite.in_a_row = state["failing_steps"], state["nonfinite_in_a_row"]
+        self.current, self.moved_at = set(state["current"]), state["moved_at"]
+        self.source.groups.restore(state["groups"])
+        self.validator.restore(state["validator"])
+
+    def judge(self, rollouts: StepRollouts, scores: Sequence[dict[str, Score]]) -> tuple[Advantages, dict[str, float]]:
+        """Advantages of all samples, equal on every rank, and the reward metrics of the step."""
+        groups = [m.group_id for m in rollouts.members]
+        rewards = step_rewards(scores, self.reward)
+        if self.reward.shuffle:
+            order = keyed_permutation(len(scores), self.job.recipe.run.seed, "reward_shuffle", self.step)
+            rewards = rewards.reordered(order)
+        advantages = self.algorithm.advantages(rewards, groups)
+        self.limit_failures(rewards.totals, scores)
+        valid = sum(value is not None for value in advantages.values)
+        stats = reward_stats(scores, groups, self.reward.functions) | advantages.stats
+        for sentence in reward_warnings(stats, self.reward.functions, len(scores)):
+            log.warning("step %d: %s", self.step, sentence)
+        stats |= self.source.stats()
+        return advantages, stats | {"rollout/samples": float(valid), "rollout/step": float(self.step)}
+
+    def limit_failures(self, totals: Sequence[float | None], scores: Sequence[dict[str, Score]]) -> None:
+        failed = sum(total is None for total in totals)
+        failures = [score for by_reward in scores for score in by_reward.values() if score.failure]
+        reasons = sorted({f"{score.reward}: {score.failure}" for score in failures})[:NUM_REASONS]
+        if failed:
+            log.warning("step %d: %d of %d samples failed: %s", self.step, failed, len(totals), "; ".join(reasons))
+        too_many = failed / len(totals) > self.reward.max_failed_fraction
+        self.failing_steps = self.failing_steps + 1 if too_many else 0
+        if self.failing_steps >= MAX_FAILING_STEPS:
+            raise RunError(
+                f"more than {self.reward.max_failed_fraction:.0%} of the samples had no reward in {self.failing_steps} "
+                f"consecutive steps; the last reasons: {'; '.join(reasons)}"
+            )
+
+    def recall(self, parts: Sequence[Sequence[Term]], rollouts: StepRollouts) -> list[list[Tensor]]:
+        """For an algorithm that compares with the weights of the rollout and keeps no copy: their predictions for all
+        updates but the first, which still has these weights. Else nothing."""
+        if not self.algorithm.recalls_old:
+            return [[] for _ in parts]
+        self.current.add("old")
+        with self.job.timer("old_forward"):
+            # In the batches of training: a GPU may pick other kernels for another batch size, and the ratio of two
+            # equal policies would not be 1.
+            size = self.job.recipe.engine.micro_batch_size
+            return [[], *(self.predictions("old", self.micro_batches(terms, rollouts), size) for terms in parts[1:])]
+
+    def train_step(self, terms: Sequence[Term], rollouts: StepRollouts, recalled: list[Tensor]) -> dict[str, float]:
+        """One optimizer step on these terms of this replica, levelled."""
+        job, engine = self.job, self.job.engine
+        # Counted over all replicas before the first backward: one denominator for all micro-batches.
+        num_terms = int(job.world.replica_sums({"terms": sum(t.weight for t in terms)})["terms"])
+        micros = self.micro_batches(terms, rollouts)
+        engine.expect(len(micros))
+        references = self.reference_velocities(micros, recalled)
+        with job.timer("train"):
+            for i, micro in enumerate(micros):
+                velocity = self.velocity("policy", micro)
+                predictions = {policy: found[i].to(velocity.device) for policy, found in references.items()}
+                loss_B, stats = self.algorithm.loss(velocity, micro.batch, predictions)
+                engine.backward((loss_B * micro.batch.weight).sum(), num_terms)
+                self.meter.add({"loss/total": loss_B.detach(), **stats}, micro.batch.weight)
+        with job.timer("optimizer"):
+            result = engine.step()
+            if result.applied:
+                engine.update_ema()
+                self.current.clear()
+        if num_terms > 0:
+            self.finite.watch(result, [rollouts.mine[t.row].sample_id for t in terms])
+        metrics = self.meter.collect(job.world)
+        self.algorithm.review(metrics)
+        return metrics | engine_metrics(job, result)
+
+    def levelled(self, terms: Sequence[Term]) -> list[Term]:
+        """The terms that train, and as many others as make all ranks run the same forwards; collective."""
+        model = self.job.model
+        return level(terms, model.stage_of, len(model.sigma_ranges), self.job.world.maxima)
+
+    def micro_batches(self, terms: Sequence[Term], rollouts: StepRollouts) -> MicroBatches[Term]:
+        """The terms in the order of their forwards: at most engine.micro_batch_size in each, all of one stage."""
+        job = self.job
+        return MicroBatches(
+            cut(terms, job.recipe.engine.micro_batch_size, job.model.stage_of),
+            lambda part: self.algorithm.assemble(part, rollouts.mine, job.world.device),
+        )
+
+    def reference_velocities(self, micros: MicroBatches[Term], recalled: list[Tensor]) -> dict[str, list[Tensor]]:
+        """Predictions of the policies that the loss compares with, phase by phase: all of one policy, then the next."""
+        references: dict[str, list[Tensor]] = {}
+        for policy in self.algorithm.references:
+            if policy in self.current:
+                continue  # equal weights give equal predictions: the loss detaches its own
+            if policy == "old" and self.algorithm.recalls_old:
+                references[policy] = recalled
+                continue
+            with self.job.timer(f"{policy}_forward"), self.job.engine.policy(policy):
+                most = self.job.recipe.engine.max_forward_batch
+                references[policy] = self.predictions(policy, micros, most)
+        return references
+
+    @torch.no_grad()
+    def predictions(self, purpose: str, micros: MicroBatches[Term], most: int) -> list[Tensor]:
+        """Of the active policy, by micro-batch; several share a forward while they have at most `most` terms. On the
+        host: those of hundreds of videos do not fit beside the model."""
+        found: list[Tensor] = []
+        for group in folded((m.for_references() for m in micros), most):
+            whole = self.velocity(purpose, MicroBatch.joined(group)).cpu()
+            found += torch.split(whole, [len(m.batch.sigma) for m in group])
+        return found
+
+    def velocity(self, purpose: str, micro: MicroBatch) -> Tensor:
+        """The prediction that the rollout sampled with, guided like it."""
+        job, batch = self.job, micro.batch
+        conditioning, contrast = job.conditionings(batch.prompts, batch.given)
+        return job.guided_velocity(purpose, batch.latents, batch.sigma, conditioning, contrast, micro.stage)
+
+    def move_policies(self) -> dict[str, float]:
+        """The copies that follow the trained weights, at the end of an RL step."""
+        engine, metrics = self.job.engine, {}
+        moves = self.algorithm.moves(self.step, engine.num_updates)
+        stepped = engine.num_updates > self.moved_at  # without an applied step since, there is nothing to follow
+        for policy, decay in moves.items():
+            if stepped:
+                engine.update_policy(policy, decay)
+                self.current |= {policy} if decay == 0 else set()
+            metrics[f"{self.algorithm.area}/{policy}_decay"] = decay
+            if self.step % DISTANCE_EVERY == 0:
+                metrics[f"weights/{policy}_distance"] = engine.distance(policy)
+        if moves:
+            self.moved_at = engine.num_updates
+        return metrics

@@ -1,0 +1,248 @@
+"""Supervised fine-tuning, top to bottom: velocity matching on captioned images or videos."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wfm_ds.algorithms.sft import (
+    NUM_BUCKETS,
+    bucket_of,
+    density_bands,
+    drawn_stages,
+    flow_loss,
+    given_counts,
+    training_sigmas,
+    validation_sigmas,
+)
+from wfm_ds.chunks import chunks
+from wfm_ds.data.media import load_media
+from wfm_ds.data.order import BatchSource, TrainingSample
+from wfm_ds.data.pixels import Framing, centre
+from wfm_ds.data.replica import read_once
+from wfm_ds.data.samples import Sample
+from wfm_ds.models.base import NegativeText
+from wfm_ds.models.conditional_frames import MASK, with_given
+from wfm_ds.monitoring.meter import Meter
+from wfm_ds.recipe.algorithms import SftAlgorithm
+from wfm_ds.run.job import Job
+from wfm_ds.run.result import Outcome
+from wfm_ds.sampling.noise import noisy_latents, seeded_normal
+from wfm_ds.seeds import derive_seed, uniform
+from wfm_ds.training.checkpoints import Checkpoints
+from wfm_ds.training.exporter import Exporter
+from wfm_ds.training.outcome import FiniteSteps, engine_metrics, finish_step
+from wfm_ds.training.validation import Validator
+
+
+class SftTrainer:
+    """Trains `job.engine` on `source`; one step is one optimizer step."""
+
+    def __init__(
+        self, job: Job, source: BatchSource, validator: Validator, exporter: Exporter, checkpoints: Checkpoints
+    ) -> None:
+        assert isinstance(job.recipe.algorithm, SftAlgorithm)
+        self.job, self.source, self.validator = job, source, validator
+        self.exporter, self.checkpoints = exporter, checkpoints
+        self.settings = job.recipe.algorithm
+        self.shift = self.settings.flow_shift or job.model.flow_shift
+        self.bands = density_bands(self.settings, self.shift, job.model.sigma_ranges)
+        self.meter, self.finite = Meter(), FiniteSteps()
+        self.step = 0
+        self.metrics: dict[str, float] = {}  # of the last step
+
+    def run(self) -> Outcome:
+        job, world = self.job, self.job.world
+        self.validator.at_start(self.step)
+        job.monitor.progress(self.step, samples=0)
+        while self.step < job.recipe.run.steps:
+            if job.should_stop():
+                self.checkpoints.at_stop(self)
+                return Outcome("preempted", self.step, self.metrics)
+            self.step += 1
+            with job.timer("data_wait"):
+                samples = read_once(world, lambda: self.source.batch(self.step, world.dp_rank, world.dp_size))
+            with job.timer("train"):
+                self.metrics = self.train_step(samples)
+            self.metrics |= self.source.bad_counts(world.replica_sums)
+            self.validator.after_step(self.step)
+            self.exporter.after_step(self.step)
+            finish_step(job, self.step, [self.metrics], samples=job.derived.samples_per_step)
+            self.checkpoints.after_step(self)
+        return Outcome("finished", self.step, self.metrics)
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint. The batches follow from the step alone."""
+        return {
+            "step": self.step,
+            "metrics": self.metrics,
+            "nonfinite_in_a_row": self.finite.in_a_row,
+            "sources": self.job.world.replica_gather(self.source.state()),
+            "validator": self.validator.state(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.step, self.metrics = state["step"], state["metrics"]
+        self.finite.in_a_row = state["nonfinite_in_a_row"]
+        self.source.restore_from_ranks(state["sources"], self.job.world.dp_rank, self.job.world.dp_size)
+        self.validator.restore(state["validator"])
+
+    def train_step(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
+        engine = self.job.engine
+        micros = chunks(samples, self.job.recipe.engine.micro_batch_size)
+        # The same experts on all ranks: each of their collectives needs all of them.
+        stages = drawn_stages(self.bands, self.job.recipe.run.seed, self.step, self.job.derived.accumulation)
+        engine.expect(len(stages))
+        for stage, micro in zip(stages, micros, strict=True):
+            loss_B, sigma_B = self.loss(micro, stage)
+            engine.backward(loss_B.sum(), num_terms=self.job.derived.samples_per_step)
+            self.meter.add({"sft/loss": loss_B.detach()}, torch.ones_like(loss_B))
+            for name, mask_B in loss_buckets("sft", sigma_B, self.shift).items():
+                self.meter.add({name: loss_B.detach()}, mask_B)
+        result = engine.step()
+        self.finite.watch(result, [sample.sample_id for sample in samples])
+        if result.applied:
+            engine.update_ema()
+        return self.meter.collect(self.job.world) | engine_metrics(self.job, result)
+
+    def loss(self, samples: Sequence[TrainingSample], stage: int) -> tuple[Tensor, Tensor]:
+        """Losses and noise levels, all of one expert, of these samples, both [B]; with gradient."""
+        job, seed = self.job, self.job.recipe.run.seed
+        positions = [sample.position for sample in samples]
+        clean = clean_latents(job, samples)
+        noise = seeded_normal([derive_seed(seed, "train_noise", p) for p in positions], clean.shape[1:], clean.device)
+        sigma_B = training_sigmas(
+            self.settings,
+            self.shift,
+            run_seed=seed,
+            positions=positions,
+            global_batch=job.derived.samples_per_step,
+            band=self.bands[stage],
+        ).to(clean.device)
+        conditioning = job.texts.encode([self.caption(sample) for sample in samples])
+        draws = [uniform(seed, "conditional_frames", sample.epoch, sample.sample_id) for sample in samples]
+        conditioning, given_mask = with_given_frames(self.settings, conditioning, clean, draws)
+        velocity = job.velocity("policy", noisy_latents(clean, noise, sigma_B), sigma_B, conditioning, stage)
+        weighting = self.settings.loss_weighting
+        return flow_loss(velocity, clean, noise, sigma_B, weighting, given_mask=given_mask), sigma_B
+
+    def caption(self, sample: TrainingSample) -> str | NegativeText:
+        dropped = uniform(self.job.recipe.run.seed, "caption_dropout", sample.epoch, sample.sample_id)
+        return NegativeText("") if dropped < self.job.recipe.data.caption_dropout else sample.prompt.text
+
+
+def loss_buckets(prefix: str, sigma_B: Tensor, shift: float) -> dict[str, Tensor]:
+    """Masks [B] of the equal parts of q that the noise levels fall into, by metric name."""
+    index_B = bucket_of(sigma_B, shift)
+    return {f"{prefix}/loss_bucket{j}": (index_B == j).float() for j in range(NUM_BUCKETS)}
+
+
+def clean_latents(job: Job, samples: Sequence[TrainingSample]) -> Tensor:
+    """Latents [B, ...] float32 of these samples, from the leader of the replica; collective."""
+    return job.world.share_tensor(encoded(job, samples) if job.world.is_leader else None)
+
+
+def encoded(job: Job, samples: Sequence[TrainingSample]) -> Tensor:
+    """Latents [B, ...] float32 of samples that were read, kept where the run keeps latents."""
+    pixels = {i: sample.pixels for i, sample in enumerate(samples) if sample.pixels is not None}
+    if job.latents is None:
+        return job.model.encode_media(list(pixels.values()))
+    # One by one, as in the text cache: the last bits must not depend on what happens to be cached.
+    fresh = {i: job.model.encode_media([array])[0] for i, array in pixels.items()}
+    for i, latents in fresh.items():
+        media, framing = samples[i].media, samples[i].framing
+        assert media is not None
+        assert framing is not None
+        job.latents.write(media, framing, latents)
+    rows = [fresh.get(i, sample.latents) for i, sample in enumerate(samples)]
+    return torch.stack([row.to(job.world.device) for row in rows])
+
+
+def with_given_frames(
+    settings: SftAlgorithm, conditioning: dict[str, Tensor], clean: Tensor, draws: Sequence[float]
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """The conditioning with as many given frames of `clean` [B, ...] as these draws in [0, 1) say, and their mask."""
+    if settings.max_num_conditional_frames == 0:
+        return conditioning, None
+    conditioning = with_given(conditioning, clean, given_counts(settings, draws))
+    return conditioning, conditioning[MASK]
+
+
+class ValidationLoss:
+    """The training loss on held-out media at fixed noise: equal for equal weights, at any step and world size.
+
+    Noise depends on (sample, j) alone and sigma_j = shift((j + .5) / M), M = 8: every evaluation sees the same terms.
+    """
+
+    def __init__(self, job: Job, samples: Sequence[Sample], framings: Sequence[Framing]) -> None:
+        """`framings`: of each sample."""
+        assert isinstance(job.recipe.algorithm, SftAlgorithm)
+        self.job, self.samples, self.framings = job, samples, framings
+        self.settings = job.recipe.algorithm
+        self.shift = self.settings.flow_shift or job.model.flow_shift
+        self.sigmas = validation_sigmas(self.shift).tolist()
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, float]:
+        """`val/loss` and its buckets under the engine's active policy; every rank calls, each does the same number of
+        forwards (missing samples are repeats of weight 0)."""
+        model, meter = self.job.model, Meter()
+        for stage in range(len(model.sigma_ranges)):
+            levels = [j for j, sigma in enumerate(self.sigmas) if model.stage_of(sigma) == stage]
+            for framing in dict.fromkeys(self.framings):
+                of_size = [i for i, other in enumerate(self.framings) if other == framing]
+                self.add([(i, j) for i in of_size for j in levels], stage, meter)
+        return meter.collect(self.job.world)
+
+    def add(self, terms: Sequence[tuple[int, int]], stage: int, meter: Meter) -> None:
+        """Measure these terms of one expert and one size."""
+        world = self.job.world
+        share = math.ceil(len(terms) / world.dp_size)
+        mine = range(world.dp_rank * share, (world.dp_rank + 1) * share)
+        clean: dict[int, Tensor] = {}  # of the last forward's samples: the other levels of one follow
+        for part in chunks(mine, self.job.recipe.engine.max_forward_batch):
+            weight_B = torch.tensor([float(k < len(terms)) for k in part], device=world.device)
+            chosen = [terms[k % len(terms)] for k in part]
+            clean = {i: clean[i] if i in clean else self.latents(i) for i in dict.fromkeys(i for i, _ in chosen)}
+            loss_B, sigma_B = self.loss(chosen, clean, stage)
+            meter.add({"val/loss": loss_B}, weight_B)
+            for name, mask_B in loss_buckets("val", sigma_B, self.shift).items():
+                meter.add({name: loss_B}, mask_B * weight_B)
+
+    def loss(
+        self, terms: Sequence[tuple[int, int]], clean_by_index: Mapping[int, Tensor], stage: int
+    ) -> tuple[Tensor, Tensor]:
+        job = self.job
+        samples = [self.samples[i] for i, _ in terms]
+        clean = torch.stack([clean_by_index[i] for i, _ in terms])
+        seeds = [derive_seed(0, "validation_noise", s.id, j) for s, (_, j) in zip(samples, terms, strict=True)]
+        noise = seeded_normal(seeds, clean.shape[1:], clean.device)
+        sigma_B = torch.tensor([self.sigmas[j] for _, j in terms], dtype=torch.float32, device=clean.device)
+        conditioning = job.texts.encode([s.prompt.text for s in samples])
+        draws = [uniform(0, "validation_conditional_frames", s.id, j) for s, (_, j) in zip(samples, terms, strict=True)]
+        conditioning, given_mask = with_given_frames(self.settings, conditioning, clean, draws)
+        velocity = job.velocity("validation", noisy_latents(clean, noise, sigma_B), sigma_B, conditioning, stage)
+        return flow_loss(velocity, clean, noise, sigma_B, given_mask=given_mask), sigma_B
+
+    def latents(self, index: int) -> Tensor:
+        """Clean latents [...] of this sample, from the leader of the replica; collective."""
+        world = self.job.world
+        return world.share_tensor(self.encoded(index) if world.is_leader else None)
+
+    def encoded(self, index: int) -> Tensor:
+        """Clean latents [...] of this sample, read and encoded unless the run keeps them.
+
+        Raises DataError, on this rank alone, if the file can no longer be read: replicas read different numbers of
+        samples, so they have no moment to agree on it.
+        """
+        cache, media, framing = self.job.latents, self.samples[index].media, self.framings[index]
+        latents = None if cache is None else cache.read(media, framing)
+        if latents is None:
+            latents = self.job.model.encode_media([load_media(media, framing, centre)])[0]
+            if cache is not None:
+                cache.write(media, framing, latents)
+        return latents.to(self.job.world.device)
