@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for ranks.py and the helpers b
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = item.path.parent.name
-        if folder == "distributed":
+        if folder == "multi_rank":
             item.add_marker("dist")
         if folder == "faults":
             item.add_marker("faults")

@@ -1,4 +1,4 @@
-"""Formulas by hand, and predictions that must follow from them; tests/distributed/test_traffic.py has the counts."""
+"""Formulas by hand, and predictions that must follow from them; tests/multi_rank/test_traffic.py has the counts."""
 
 import pytest
 

@@ -1,35 +1,277 @@
-"""Ranks that start their heartbeat together: all of them, or none."""
+"""Real processes that beat over real sockets; none of them loads torch."""
 
+import json
 import os
+import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
 
-from wfm_ds.distributed.heartbeat import start
-from wfm_ds.distributed.world import World
+import pytest
+
+from wfm_ds.distributed import heartbeat
+from wfm_ds.distributed.fault import RollCall
+from wfm_ds.distributed.heartbeat import Heartbeat, Line, Roll, is_broken_exchange
+from wfm_ds.distributed.liveness import Moves
 from wfm_ds.errors import UserError
 
-FAR = "127.0.0.2"  # on one machine rank 0 listens on 127.0.0.1 alone
+WAIT_S = 60
+HOST = "127.0.0.1"
+RANK = """
+import json, sys, threading
+from wfm_ds.distributed import heartbeat
+from wfm_ds.distributed.heartbeat import Heartbeat, Roll
+from wfm_ds.distributed.liveness import MOVES
+from wfm_ds.distributed.fault import RollCall
 
+rank, address = int(sys.argv[1]), json.loads(sys.argv[2])
+heartbeat.BEAT_S = 0.2
+limits = json.loads(sys.argv[3])
 
-def started(addresses):
-    """What this rank gets who looks for rank 0 there, and which of the heartbeat's threads still run."""
-    world, address, said = World.join(), os.environ["MASTER_ADDR"], []
-    os.environ["MASTER_ADDR"] = addresses[world.rank]
-    try:
-        beating = start(world, stuck_s=600.0, on_end=said.append)
-    except UserError as error:
-        message = str(error)
-    else:
+def say(**what):
+    print(json.dumps(what), flush=True)
+
+roll = None
+if rank == 0:
+    roll = Roll(RollCall(3, **limits), "127.0.0.1")
+    address = [roll.port, roll.token]
+    say(address=address)
+beating = Heartbeat(
+    ("127.0.0.1", address[0]), address[1], rank,
+    on_end=lambda text: say(verdict=text), roll=roll, silent_s=limits["silent_s"],
+)
+say(ready=True)
+for line in sys.stdin:
+    word = line.strip()
+    if word == "move":
+        MOVES.begin("a forward")
+    elif word == "stop":
         beating.stop()
-        message = ""
-    finally:
-        os.environ["MASTER_ADDR"] = address
-    running = [thread.name for thread in threading.enumerate() if thread.name in ("heartbeat", "roll-call")]
-    return [message, *said, *running]
+        sys.exit(0)
+    elif word == "fail":
+        say(verdict=beating.failed("ZeroDivisionError: x", is_victim=False).text)
+        sys.exit(1)
+    elif word == "victim":
+        say(verdict=beating.failed("RuntimeError: gloo", is_victim=True).text)
+        sys.exit(1)
+"""
+PATIENT = {"silent_s": 600.0, "stuck_s": 600.0, "awake_s": 1.0}
 
 
-def test_a_rank_that_cannot_reach_rank_0_ends_all_with_one_error(two_ranks):
-    assert two_ranks.run(started, addresses=["127.0.0.1", "127.0.0.1"]) == [[""], [""]]
-    first, second = two_ranks.run(started, addresses=["127.0.0.1", FAR])
-    assert first == second
-    assert len(first) == 1  # no verdict, no thread
-    assert f"cannot reach rank 0 at {FAR}:" in first[0]
+class Process:
+    def __init__(self, rank, address=None, limits=PATIENT):
+        command = [sys.executable, "-c", RANK, str(rank), json.dumps(address), json.dumps(limits)]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+    def answer(self, key):
+        line = self.process.stdout.readline()
+        assert line, self.process.stderr.read()
+        return json.loads(line)[key]
+
+    def tell(self, word):
+        self.process.stdin.write(word + "\n")
+        self.process.stdin.flush()
+
+
+@pytest.fixture
+def three():
+    """Starts three ranks with these limits."""
+    started = []
+
+    def start(**limits):
+        limits = PATIENT | limits
+        started.append(Process(0, limits=limits))
+        address = started[0].answer("address")
+        started.extend(Process(rank, address, limits) for rank in (1, 2))
+        for process in started:
+            assert process.answer("ready")
+        return started
+
+    yield start
+    for process in started:
+        process.process.kill()
+        process.process.communicate()
+
+
+def test_a_killed_rank_is_named_on_all_others_which_end(three):
+    ranks = three()
+    ranks[1].process.kill()
+    for rank in (ranks[0], ranks[2]):
+        text = rank.answer("verdict")
+        assert text.startswith(f"rank 1 (process {ranks[1].process.pid} on {socket.gethostname()}) is gone: its")
+        assert rank.process.wait(WAIT_S) == 1
+
+
+def test_a_killed_rank_0_is_named_too(three):
+    ranks = three()
+    ranks[0].process.kill()
+    for rank in ranks[1:]:
+        assert rank.answer("verdict") == f"rank 0 ({HOST}) is gone: its connection closed"
+        assert rank.process.wait(WAIT_S) == 1
+
+
+@pytest.mark.parametrize("stopped", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_stopped_rank_is_named(three, stopped):
+    ranks = three(silent_s=8.0)
+    os.kill(ranks[stopped].process.pid, signal.SIGSTOP)
+    for rank in ranks:
+        if rank is not ranks[stopped]:
+            text = rank.answer("verdict")
+            assert text.startswith(f"rank {stopped} (")
+            assert "is gone: no sign of life for " in text
+            assert rank.process.wait(WAIT_S) == 1
+
+
+@pytest.mark.slow
+def test_a_job_that_is_suspended_as_a_whole_goes_on(three):
+    ranks = three(silent_s=8.0)
+    for rank in reversed(ranks):
+        os.kill(rank.process.pid, signal.SIGSTOP)
+    threading.Event().wait(9.0)  # longer than silence may be: what is tested
+    for rank in reversed(ranks):
+        os.kill(rank.process.pid, signal.SIGCONT)
+    threading.Event().wait(2.0)
+    for rank in (1, 2, 0):
+        ranks[rank].tell("stop")
+        assert ranks[rank].process.wait(WAIT_S) == 0
+    assert [rank.process.stdout.read() for rank in ranks] == ["", "", ""]
+
+
+def test_a_rank_that_stands_still_while_others_wait_is_named_and_shows_where(three):
+    ranks = three(stuck_s=6.0)
+    for rank in (ranks[0], ranks[2]):
+        rank.tell("move")
+    for rank in ranks:
+        text = rank.answer("verdict")
+        assert text.startswith("rank 1 (")
+        assert "is stuck: no progress for " in text
+        assert text.endswith(" at start; the others are further and wait")
+        assert rank.process.wait(WAIT_S) == 1
+    assert "most recent call first" in ranks[1].process.stderr.read()  # its stack
+    assert "most recent call first" not in ranks[2].process.stderr.read()
+
+
+def test_a_rank_that_fails_is_told_apart_from_those_that_it_takes_with_it(three):
+    ranks = three()
+    ranks[2].tell("victim")
+    ranks[1].tell("fail")
+    texts = {rank.answer("verdict") for rank in ranks}
+    assert texts == {f"rank 1 (process {ranks[1].process.pid} on {socket.gethostname()}) failed: ZeroDivisionError: x"}
+    assert [rank.process.wait(WAIT_S) for rank in ranks] == [1, 1, 1]
+
+
+def test_ranks_that_have_finished_end_in_any_order(three):
+    ranks = three()
+    for rank in (1, 0, 2):
+        ranks[rank].tell("stop")
+        assert ranks[rank].process.wait(WAIT_S) == 0
+    assert [rank.process.stdout.read() for rank in ranks] == ["", "", ""]
+
+
+# ---- in this process
+
+
+def test_strangers_and_nonsense_are_shut_out():
+    roll_call = RollCall(2, **PATIENT)
+    roll = Roll(roll_call, HOST)
+    hello = {"where": "here", "rank": 1}
+    for lines in (
+        [b"GET / HTTP/1.1\r\n\r\n"],
+        [json.dumps({"token": "guessed", **hello}).encode() + b"\n"],
+        [json.dumps({"token": roll.token, "where": "here", "rank": 2}).encode() + b"\n"],
+        [json.dumps({"token": roll.token, "where": "here", "rank": True}).encode() + b"\n"],
+        [b"[1]\n"],
+    ):
+        with socket.create_connection((HOST, roll.port), timeout=WAIT_S) as stranger:
+            for line in lines:
+                stranger.sendall(line)
+            assert stranger.recv(1) == b""
+    assert roll_call.members == {}
+    with socket.create_connection((HOST, roll.port), timeout=WAIT_S) as known:
+        known.sendall(json.dumps({"token": roll.token, **hello}).encode() + b"\n")
+        known.sendall(b'{"bye": true}\n')
+        until_s = time.monotonic() + WAIT_S
+        while 1 not in roll_call.members or roll_call.members[1].state != "done":
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        ending = threading.Thread(target=roll.stop)
+        ending.start()
+        assert known.recv(100) == b'{"bye": true}\n'
+    ending.join(WAIT_S)
+    assert not ending.is_alive()
+
+
+def test_lines_are_put_together_and_limited():
+    near, far = socket.socketpair()
+    line = Line(near)
+    far.sendall(b'{"beat": 1}\n{"be')
+    assert line.receive() == [{"beat": 1}]
+    far.sendall(b'at": 2}\n')
+    assert line.receive() == [{"beat": 2}]
+    far.close()
+    assert line.receive() is None
+    assert not line.send(beat=3)
+    near, far = socket.socketpair()
+    line, answers = Line(near), []
+    for _ in range(heartbeat.MAX_LINE // 10_000 + 1):
+        far.sendall(b"x" * 10_000)
+        answers.append(line.receive())
+    assert answers == [[]] * (len(answers) - 1) + [None]
+    far.close()
+
+
+def test_an_address_that_nobody_listens_on_is_a_users_error(monkeypatch):
+    with socket.socket() as closed:
+        closed.bind((HOST, 0))
+        address = closed.getsockname()
+    with pytest.raises(UserError, match=r"rank 3 on .* cannot reach rank 0 at 127.0.0.1:\d+ .*on all ports"):
+        Heartbeat(address, "token", 3, on_end=print, moves=Moves())
+
+
+def test_a_foreign_address_is_listened_to_everywhere(caplog):
+    with heartbeat.listen("192.0.2.1") as server:  # an address for documentation: nobody's
+        assert server.getsockname()[0] in ("0.0.0.0", "::")
+    assert "cannot listen on 192.0.2.1" in caplog.text
+
+
+def test_several_machines_reach_rank_0_where_its_own_name_is_a_loopback_address():
+    """127.0.1.1 stands for the address that rank 0 knows of itself, 127.0.0.1 for the one that others use."""
+    roll = Roll(RollCall(2, **PATIENT), "127.0.1.1", everywhere=True)
+    beating = Heartbeat((HOST, roll.port), roll.token, 1, on_end=print, moves=Moves())
+    beating.stop()
+    roll.stop()
+
+
+def test_a_verdict_ends_the_process_even_if_it_cannot_be_written(capfd):
+    def full_disk(verdict):
+        raise OSError(28, "No space left on device", verdict)
+
+    codes, ended = [], threading.Event()
+
+    def end(code):
+        codes.append(code)
+        ended.set()
+
+    roll = Roll(RollCall(2, **PATIENT), HOST)
+    Heartbeat((HOST, roll.port), roll.token, 1, on_end=full_disk, moves=Moves(), exit_process=end)
+    other = Heartbeat((HOST, roll.port), roll.token, 0, on_end=print, moves=Moves(), exit_process=print)
+    assert other.failed("ZeroDivisionError: x", is_victim=False).ranks == (0,)
+    assert ended.wait(WAIT_S)
+    other.stop()
+    roll.stop()
+    assert codes == [1]
+    assert "No space left on device" in capfd.readouterr().err
+
+
+def test_which_errors_are_those_of_an_exchange():
+    import torch.distributed as dist
+
+    assert is_broken_exchange(dist.DistNetworkError("x"))
+    assert is_broken_exchange(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
+    wrapped = RuntimeError("another rank did not come")
+    wrapped.__cause__ = RuntimeError("gloo timed out")
+    assert is_broken_exchange(wrapped)
+    assert not is_broken_exchange(ZeroDivisionError("division by zero"))

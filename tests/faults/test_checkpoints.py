@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distributed.resuming import assert_equal_runs, settings, train_on_rank, weights
+from multi_rank.resuming import assert_equal_runs, settings, train_on_rank, weights
 from ranks import RankError
 from wfm_ds.checkpoint import store
 from wfm_ds.data.digits import write_digits

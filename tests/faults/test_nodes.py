@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from distributed.resuming import train_on_rank
-from distributed.same_runs import assert_same_runs
+from multi_rank.resuming import train_on_rank
+from multi_rank.same_runs import assert_same_runs
 from wfm_ds.data.digits import write_digits
 from wfm_ds.distributed.heartbeat import EXIT_S, SILENT_S
 from wfm_ds.distributed.world import free_port

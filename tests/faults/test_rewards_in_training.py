@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from distributed.same_runs import assert_same_runs
 from faults.processes import go_on, stop, until, wait
+from multi_rank.same_runs import assert_same_runs
 
 ROOT = Path(__file__).parent.parent.parent
 PROBES = ROOT / "tests" / "reward"

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 import psutil
 import pytest
 
-from distributed.same_runs import assert_same_runs
 from faults.rollout_processes import PATIENCE_S, has, start, train, until
+from multi_rank.same_runs import assert_same_runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

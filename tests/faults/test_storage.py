@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import s3
-from distributed.resuming import ROOT, settings
+from multi_rank.resuming import ROOT, settings
 from wfm_ds.checkpoint import remote, store
 from wfm_ds.data.digits import write_digits
 from wfm_ds.storage import transfer

@@ -1,4 +1,4 @@
-"""When a rollout worker's lanes end. What they make is tested in tests/distributed/test_async.py."""
+"""When a rollout worker's lanes end. What they make is tested in tests/multi_rank/test_async.py."""
 
 import shutil
 import threading

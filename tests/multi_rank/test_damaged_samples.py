@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.resuming import train_on_rank
+from multi_rank.resuming import train_on_rank
 
 ROOT = Path(__file__).parent.parent.parent
 

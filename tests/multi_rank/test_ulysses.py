@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
 
-from distributed.sharing import CASES, built, difference, errors, forwards, run
+from multi_rank.sharing import CASES, built, difference, errors, forwards, run
 from ranks import started
 from wfm_ds.errors import UserError
 from wfm_ds.models.experts import Experts

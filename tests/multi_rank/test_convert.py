@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from distributed.resuming import settings, train_on_rank
-from distributed.training import small_sd3
 from folders import contents
+from multi_rank.resuming import settings, train_on_rank
+from multi_rank.training import small_sd3
 from wfm_ds import convert
 
 ROOT = Path(__file__).parent.parent.parent
@@ -65,7 +65,7 @@ def saved_by_deepspeed(folder, stage, wrapped):
     import torch
     from torch import nn
 
-    from distributed.training import inputs
+    from multi_rank.training import inputs
     from wfm_ds.distributed.world import World
 
     class Wrapper(nn.Module):

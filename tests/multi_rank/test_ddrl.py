@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from clips import write_clip
-from distributed.resuming import train_on_rank
-from distributed.same_runs import assert_same_runs, records
-from distributed.test_runs import COMMON
+from multi_rank.resuming import train_on_rank
+from multi_rank.same_runs import assert_same_runs, records
+from multi_rank.test_runs import COMMON
 
 pytestmark = pytest.mark.slow
 

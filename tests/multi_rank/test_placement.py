@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from distributed.training import small_recipe
 from families import CASES as FAMILIES
+from multi_rank.training import small_recipe
 from wfm_ds.distributed.world import World
 from wfm_ds.models import registry
 from wfm_ds.recipe.derived import derive

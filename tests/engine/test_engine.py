@@ -1,4 +1,4 @@
-"""The schedules of the engine, as functions of the update alone. What needs ranks is in tests/distributed/."""
+"""The schedules of the engine, as functions of the update alone. What needs ranks is in tests/multi_rank/."""
 
 import itertools
 import math

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from distributed.resuming import CASES, SLOW, STEPS, assert_equal_runs, records, settings, train_on_rank, weights
-from distributed.same_runs import assert_same_runs
-from distributed.training import build, full_tensors, plain_step
+from multi_rank.resuming import CASES, SLOW, STEPS, assert_equal_runs, records, settings, train_on_rank, weights
+from multi_rank.same_runs import assert_same_runs
+from multi_rank.training import build, full_tensors, plain_step
 from wfm_ds.checkpoint.cuts import file_name
 from wfm_ds.checkpoint.state import capture, read_state
 from wfm_ds.checkpoint.target import ExportTarget

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from distributed.resuming import train_on_rank
-from distributed.same_runs import assert_same_runs, records
+from multi_rank.resuming import train_on_rank
+from multi_rank.same_runs import assert_same_runs, records
 from wfm_ds.pipes.keys import new
 
 ROOT = Path(__file__).parent.parent.parent
@@ -49,7 +49,7 @@ def train_beside_a_worker(recipe, overrides, output):
     import threading
     from pathlib import Path
 
-    from distributed.resuming import train_on_rank
+    from multi_rank.resuming import train_on_rank
     from wfm_ds.recipe import file as recipe_file
     from wfm_ds.rollout import worker
 

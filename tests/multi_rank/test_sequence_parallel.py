@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from distributed.sequence_sharing import assert_same_training, train_alone, train_on_ranks
+from multi_rank.sequence_sharing import assert_same_training, train_alone, train_on_ranks
 from ranks import started
 
 SLOW = pytest.mark.slow

@@ -1,5 +1,5 @@
 """Where a run begins, by its recipe and what the output folder holds; and what is refused. Resuming itself:
-tests/distributed/test_resume.py."""
+tests/multi_rank/test_resume.py."""
 
 import json
 import subprocess

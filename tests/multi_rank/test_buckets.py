@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from clips import write_clip
-from distributed.resuming import train_on_rank
-from distributed.same_runs import assert_same_runs, records
+from multi_rank.resuming import train_on_rank
+from multi_rank.same_runs import assert_same_runs, records
 from wfm_ds.data.buckets import Buckets
 from wfm_ds.data.datasets import load_data
 from wfm_ds.data.order import BucketOrder

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from distributed.training import (
+from multi_rank.training import (
     EVERYTHING,
     MICRO_STEPS,
     TARGETS,

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from distributed.resuming import settings, train_on_rank
-from distributed.same_runs import assert_same_runs, records
 from forward_counts import counted, predicted
+from multi_rank.resuming import settings, train_on_rank
+from multi_rank.same_runs import assert_same_runs, records
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPES = ROOT / "recipes" / "tiny"

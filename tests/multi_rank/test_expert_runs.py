@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from distributed.resuming import records, train_on_rank
-from distributed.same_runs import assert_same_runs, exported
+from multi_rank.resuming import records, train_on_rank
+from multi_rank.same_runs import assert_same_runs, exported
 
 pytestmark = pytest.mark.slow
 

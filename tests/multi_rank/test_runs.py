@@ -8,9 +8,9 @@ import av
 import numpy as np
 import pytest
 
-from distributed.resuming import train_on_rank
-from distributed.same_runs import assert_same_runs, records
 from forward_counts import counted, predicted
+from multi_rank.resuming import train_on_rank
+from multi_rank.same_runs import assert_same_runs, records
 
 ROOT = Path(__file__).parent.parent.parent
 # AdamW's first steps divide by the gradient's size: a larger eps keeps rounding errors of tiny gradients small.

@@ -8,8 +8,8 @@ import torch
 from deepspeed.utils import safe_get_full_grad
 from diffusers import SD3Transformer2DModel
 
-from distributed.training import full_tensors, small_recipe
 from families import CASES, PROMPTS
+from multi_rank.training import full_tensors, small_recipe
 from wfm_ds.distributed.world import World
 from wfm_ds.engine.engine import DenoiserEngine, learning_rate
 from wfm_ds.engine.policy import add_adapters

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from distributed.resuming import train_on_rank
 from forward_counts import counted, predicted
+from multi_rank.resuming import train_on_rank
 
 pytestmark = pytest.mark.slow
 

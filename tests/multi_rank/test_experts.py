@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 
-from distributed.training import TARGETS, small_recipe
+from multi_rank.training import TARGETS, small_recipe
 from wfm_ds.distributed.world import World
 from wfm_ds.engine.engine import DenoiserEngine, ema_decay, learning_rate
 from wfm_ds.engine.policy import add_adapters

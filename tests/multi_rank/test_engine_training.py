@@ -6,7 +6,7 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad
 
-from distributed.training import (
+from multi_rank.training import (
     EVERYTHING,
     Reference,
     build,

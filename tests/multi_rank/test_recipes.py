@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from clips import write_clip
-from distributed.exports import assert_all_steps_taken, assert_draws, assert_loads, assert_trained
-from distributed.resuming import train_on_rank
 from families import CASES
+from multi_rank.exports import assert_all_steps_taken, assert_draws, assert_loads, assert_trained
+from multi_rank.resuming import train_on_rank
 from wfm_ds.models.tiny import FAMILIES
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.derived import derive

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from clips import write_clip
-from distributed.resuming import train_on_rank
 from families import CASES
+from multi_rank.resuming import train_on_rank
 from wfm_ds.algorithms.sft import validation_sigmas
 from wfm_ds.data.datasets import buckets_of
 from wfm_ds.data.media import load_media

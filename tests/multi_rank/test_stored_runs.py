@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import s3
-from distributed.resuming import STEPS, assert_equal_runs, settings, train_on_rank, weights
+from multi_rank.resuming import STEPS, assert_equal_runs, settings, train_on_rank, weights
 from wfm_ds.checkpoint import remote, store
 from wfm_ds.data.digits import write_digits
 from wfm_ds.recipe import file as recipe_file

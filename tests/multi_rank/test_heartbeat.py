@@ -1,0 +1,35 @@
+"""Ranks that start their heartbeat together: all of them, or none."""
+
+import os
+import threading
+
+from wfm_ds.distributed.heartbeat import start
+from wfm_ds.distributed.world import World
+from wfm_ds.errors import UserError
+
+FAR = "127.0.0.2"  # on one machine rank 0 listens on 127.0.0.1 alone
+
+
+def started(addresses):
+    """What this rank gets who looks for rank 0 there, and which of the heartbeat's threads still run."""
+    world, address, said = World.join(), os.environ["MASTER_ADDR"], []
+    os.environ["MASTER_ADDR"] = addresses[world.rank]
+    try:
+        beating = start(world, stuck_s=600.0, on_end=said.append)
+    except UserError as error:
+        message = str(error)
+    else:
+        beating.stop()
+        message = ""
+    finally:
+        os.environ["MASTER_ADDR"] = address
+    running = [thread.name for thread in threading.enumerate() if thread.name in ("heartbeat", "roll-call")]
+    return [message, *said, *running]
+
+
+def test_a_rank_that_cannot_reach_rank_0_ends_all_with_one_error(two_ranks):
+    assert two_ranks.run(started, addresses=["127.0.0.1", "127.0.0.1"]) == [[""], [""]]
+    first, second = two_ranks.run(started, addresses=["127.0.0.1", FAR])
+    assert first == second
+    assert len(first) == 1  # no verdict, no thread
+    assert f"cannot reach rank 0 at {FAR}:" in first[0]
