@@ -100,7 +100,7 @@ def step_forwards(recipe: Recipe, derived: Derived, model: DiffusionModel) -> li
     if not recipe.is_rl:
         return [sft_step(recipe, derived)]
     algorithm = build_rl(recipe, model.sigmas(recipe.sampling.steps, latent_shape(recipe, model)))
-    guided = guided_by(recipe, model.stage_of)
+    guided = guided_by(recipe, model.expert_of)
     return [rl_step(recipe, derived, algorithm, step, guided=guided) for step in range(1, recipe.run.steps + 1)]
 
 
@@ -165,7 +165,7 @@ class Count:
         derived = derive(recipe, world_size)
         steps = step_forwards(recipe, derived, subject.model)
         grid = subject.model.sigmas(recipe.sampling.eval_steps, latent_shape(recipe, subject.model))
-        guided_steps = sum(map(guided_by(recipe, subject.model.stage_of), grid[:-1].tolist()))
+        guided_steps = sum(map(guided_by(recipe, subject.model.expert_of), grid[:-1].tolist()))
         return cls(recipe, subject.title, derived, steps, flops_of_sample(recipe, subject), guided_steps)
 
     def report(self) -> str:

@@ -55,7 +55,7 @@ def denoise_latents(model, noise, conditioning, sigmas, *, solver, guidance_scal
     """Our own clean latents. guidance_scale: a number, or one for each stage."""
 
     def predict(latents, sigma):
-        sigma_B, stage = torch.full((len(latents),), sigma), model.stage_of(sigma)
+        sigma_B, stage = torch.full((len(latents),), sigma), model.expert_of(sigma)
         velocity = model.denoise(latents, sigma_B, conditioning, stage)
         if uncond is None:
             return velocity

@@ -19,7 +19,7 @@ from wfm_ds.recipe.sampling import SamplingRecipe
 
 if TYPE_CHECKING:
     from wfm_ds.models.sampler import Sampler
-    from wfm_ds.monitoring.samples import Sample
+    from wfm_ds.monitoring.samples import ShownSample
     from wfm_ds.types import Prompt
 
 PAGE = "index.html"
@@ -89,7 +89,7 @@ def number(text: str, fits: Callable[[float], bool], expected: str) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from wfm_ds.distributed.lifecycle import quieten_libraries
+    from wfm_ds.distributed.logs import quieten_libraries
 
     p = parser()
     args = p.parse_args(argv)
@@ -218,10 +218,10 @@ def write(sampler: Sampler, items: Sequence[tuple[Prompt, int]], args: argparse.
     (args.out / PAGE).write_text(gallery.page(args.title, facts(sampler, args), entries), encoding="utf-8")
 
 
-def drawn(sampler: Sampler, items: Sequence[tuple[Prompt, int]], batch: int) -> Iterator[tuple[Sample, bool]]:
+def drawn(sampler: Sampler, items: Sequence[tuple[Prompt, int]], batch: int) -> Iterator[tuple[ShownSample, bool]]:
     """The samples in the order of the items, and whether their latents were finite."""
     from wfm_ds.chunks import chunks
-    from wfm_ds.monitoring.samples import Sample
+    from wfm_ds.monitoring.samples import ShownSample
 
     settings, plan = sampler.settings, sampler.evaluation_plan()
     for part in chunks(items, batch):
@@ -229,7 +229,7 @@ def drawn(sampler: Sampler, items: Sequence[tuple[Prompt, int]], batch: int) -> 
         media, finite = sampler.media(sampler.generate(prompts, seeds, plan).clean)
         for (prompt, seed), item, whole in zip(part, media, finite, strict=True):
             fps = settings.fps if sampler.model.video else None
-            yield Sample(prompt=prompt.text, prompt_id=prompt.id, seed=seed, media=item, fps=fps), whole
+            yield ShownSample(prompt=prompt.text, prompt_id=prompt.id, seed=seed, media=item, fps=fps), whole
 
 
 def title(args: argparse.Namespace) -> str:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import wfm_ds
-from wfm_ds.distributed.lifecycle import accelerator_present
+from wfm_ds.distributed.accelerator import accelerator_present
 from wfm_ds.distributed.world import free_port
 
 SWITCHES = frozenset(
@@ -86,7 +86,7 @@ def rewrite(argv: Sequence[str]) -> tuple[list[str], int | None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Launch:
     """What to start and how to judge its end."""
 
     argv: tuple[str, ...]  # for the runner
@@ -95,7 +95,7 @@ class Job:
     must_report: bool  # exit code 0 counts only with a final status
 
 
-def plan(argv: Sequence[str], environ: Mapping[str, str], *, has_accelerator: bool, has_hostfile: bool) -> Job:
+def plan(argv: Sequence[str], environ: Mapping[str, str], *, has_accelerator: bool, has_hostfile: bool) -> Launch:
     """Decide from the line, the environment and two facts about the machine; touches nothing but a port."""
     out, name_at = rewrite(argv)
     given, _ = scan(argv)
@@ -109,7 +109,7 @@ def plan(argv: Sequence[str], environ: Mapping[str, str], *, has_accelerator: bo
     is_local = is_single or "--no_ssh" in given
     is_first_node = given.get("--node_rank", (0, "0"))[1] == "0"
     is_ours = "--module" in given and name_at is not None and argv[name_at].startswith("wfm_ds.")
-    return Job(tuple(out), env, is_local, must_report=is_ours and is_local and is_first_node)
+    return Launch(tuple(out), env, is_local, must_report=is_ours and is_local and is_first_node)
 
 
 def say(text: str) -> None:
@@ -241,7 +241,7 @@ def grace_from(environ: Mapping[str, str]) -> float | None:
     return grace_s if grace_s >= 0 else None
 
 
-def launch(job: Job, grace_s: float) -> int:
+def launch(job: Launch, grace_s: float) -> int:
     """Run the job to its end and return the exit code."""
     folder = Path(tempfile.mkdtemp(prefix="wfm_launch_"))
     env = {k: v for k, v in os.environ.items() if k not in ("WFM_STATUS_FILE", "WFM_LAUNCH_PID")} | dict(job.env)

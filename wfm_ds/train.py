@@ -52,7 +52,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     from wfm_ds.distributed import lifecycle
-    from wfm_ds.distributed.lifecycle import choose_accelerator, quieten_libraries
+    from wfm_ds.distributed.accelerator import choose_accelerator
+    from wfm_ds.distributed.logs import quieten_libraries
     from wfm_ds.recipe import file as recipe_file
 
     arguments = lifecycle.strip_launcher_args(sys.argv[1:] if argv is None else argv)

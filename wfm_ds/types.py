@@ -27,7 +27,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class GivenLatents:
+class ConditionalFrames:
     """The first counts[i] latent frames of latents[i] are known, not noisy, to sample i (conditional_frames.py)."""
 
     latents: Tensor  # [B,C,T,h,w] float32
@@ -58,7 +58,7 @@ class Rollout:
     transitions: Sequence[Transition] = ()  # at the steps that the algorithm's plan stores, ascending
     states: Mapping[int, Tensor] = field(default_factory=dict)  # by step: the latents that the denoiser saw, float32
     data: Tensor | None = None  # clean latents of the medium that its prompt is the caption of, shaped like its own
-    num_given: int = 0  # first latent frames of `data` that it was given (models/conditional_frames.py)
+    num_conditional_frames: int = 0  # first latent frames of `data` that it was given (models/conditional_frames.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

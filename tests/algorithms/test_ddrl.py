@@ -44,7 +44,7 @@ class Samples:
     first: int = 0
 
 
-def rolled_out(algorithm, denoiser, shape=IMAGE, num_given=0, step=1, stored=None):
+def rolled_out(algorithm, denoiser, shape=IMAGE, num_conditional_frames=0, step=1, stored=None):
     count = len(ADVANTAGES)
     seeds, noise_seeds = [100 + i for i in range(count)], [200 + i for i in range(count)]
     plan = algorithm.plan(step) if stored is None else algorithm._plan(stored)
@@ -61,7 +61,7 @@ def rolled_out(algorithm, denoiser, shape=IMAGE, num_given=0, step=1, stored=Non
                 clean_latents=done.clean[i],
                 states={k: states[i] for k, states in done.states.items()},
                 data=torch.randn(shape, generator=draw),
-                num_given=num_given,
+                num_conditional_frames=num_conditional_frames,
             )
             for i in range(count)
         ]
@@ -212,16 +212,16 @@ def given_recipe(*overrides):
 
 def test_given_frames_are_outside_all_terms():
     algorithm, denoiser = given_recipe("algorithm.kl_beta=0.5", "algorithm.data_beta=0.3"), Denoiser()
-    batch = batch_of(algorithm, rolled_out(algorithm, denoiser, VIDEO, num_given=1))
-    assert batch.given.latents.shape == (24, *VIDEO)
-    assert batch.given.counts.tolist() == [1] * 24
+    batch = batch_of(algorithm, rolled_out(algorithm, denoiser, VIDEO, num_conditional_frames=1))
+    assert batch.conditional_frames.latents.shape == (24, *VIDEO)
+    assert batch.conditional_frames.counts.tolist() == [1] * 24
     velocity = denoiser(batch.latents, batch.sigma).detach().requires_grad_()
     loss_B, _ = algorithm.loss(velocity, batch, {"ref": velocity[:12].detach() + 0.1})
     gradient = torch.autograd.grad(loss_B.sum(), velocity)[0]
     assert not gradient[:, :, 0].any()
     assert gradient[:, :, 1:].abs().amin() > 0
-    assert algorithm.num_given == (1, 2)
-    assert batch_of(ddrl(), rolled_out(ddrl(), denoiser, VIDEO)).given is None
+    assert algorithm.num_conditional_frames == (1, 2)
+    assert batch_of(ddrl(), rolled_out(ddrl(), denoiser, VIDEO)).conditional_frames is None
 
 
 def test_exponential_rewards_replace_the_advantages():

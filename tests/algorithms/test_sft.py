@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from wfm_ds.algorithms.sft import (
     WHOLE,
     bucket_of,
+    conditional_counts,
     density_bands,
     density_quantile,
-    drawn_stages,
+    drawn_experts,
     flow_loss,
-    given_counts,
     loss_weight,
     training_sigmas,
     validation_sigmas,
@@ -206,13 +206,13 @@ def test_wrong_shapes_and_types_are_refused(velocity, sigma, message):
         flow_loss(velocity, torch.zeros(2, 1, 3, 3), torch.zeros(2, 1, 3, 3), sigma)
 
 
-@pytest.mark.parametrize("num_given", [0, 1, 2])
-def test_given_frames_are_left_out_of_the_mean(num_given):
+@pytest.mark.parametrize("num_conditional_frames", [0, 1, 2])
+def test_given_frames_are_left_out_of_the_mean(num_conditional_frames):
     velocity, clean, noise = (torch.randn(2, 3, 4, 2, 2, dtype=FP64) for _ in range(3))
-    sigma, counts = torch.tensor([0.3, 0.8], dtype=FP64), (0, num_given)
+    sigma, counts = torch.tensor([0.3, 0.8], dtype=FP64), (0, num_conditional_frames)
     mask = torch.stack([(torch.arange(4) < count).double() for count in counts]).view(2, 1, 4, 1, 1)
     velocity.requires_grad_()
-    loss = flow_loss(velocity, clean, noise, sigma, "edm", given_mask=mask)
+    loss = flow_loss(velocity, clean, noise, sigma, "edm", conditional_mask=mask)
     gradient = torch.autograd.grad(loss.sum(), velocity)[0]
     for row, count in enumerate(counts):
         cut = [tensor[row : row + 1, :, count:].detach() for tensor in (velocity, clean, noise)]
@@ -225,15 +225,15 @@ def test_given_frames_are_left_out_of_the_mean(num_given):
 def test_a_mask_of_another_shape_is_refused():
     latents = torch.randn(2, 3, 4, 2, 2)
     for shape in ((2, 1, 4, 2, 2), (2, 1, 3, 1, 1), (2, 4)):
-        with pytest.raises(ValueError, match="given_mask must be"):
-            flow_loss(latents, latents, latents, torch.ones(2), given_mask=torch.zeros(shape))
+        with pytest.raises(ValueError, match="conditional_mask must be"):
+            flow_loss(latents, latents, latents, torch.ones(2), conditional_mask=torch.zeros(shape))
 
 
 def test_every_number_of_given_frames_in_the_range_has_the_same_share():
-    counts = given_counts(sft(max_num_conditional_frames=2), [(i + 0.5) / 300 for i in range(300)])
+    counts = conditional_counts(sft(max_num_conditional_frames=2), [(i + 0.5) / 300 for i in range(300)])
     assert counts.bincount().tolist() == [100, 100, 100]
     always_two = sft(min_num_conditional_frames=2, max_num_conditional_frames=2)
-    assert given_counts(always_two, [0.0, 1 - 2**-53]).tolist() == [2, 2]
+    assert conditional_counts(always_two, [0.0, 1 - 2**-53]).tolist() == [2, 2]
     with pytest.raises(ValueError, match="min_num_conditional_frames 1 is above max_num_conditional_frames 0"):
         sft(min_num_conditional_frames=1)
 
@@ -308,15 +308,15 @@ def test_rounding_leaves_no_level_to_the_other_expert(low, high):
 def test_an_expert_is_drawn_as_often_as_its_levels(num_micro_steps):
     bands, steps = bands_of(sft(), TWO_EXPERTS[0]), 1000
     share = bands[1].a_high - bands[1].a_low
-    stages = torch.tensor([drawn_stages(bands, 0, step, num_micro_steps) for step in range(steps)]).double()
-    assert abs(stages.mean() - share) < 4 * math.sqrt(share * (1 - share) / stages.numel())
-    assert bool((stages.sum(1) - share * num_micro_steps).abs().max() < 1)
-    for place in stages.T:  # no place in the step has an expert of its own
+    experts = torch.tensor([drawn_experts(bands, 0, step, num_micro_steps) for step in range(steps)]).double()
+    assert abs(experts.mean() - share) < 4 * math.sqrt(share * (1 - share) / experts.numel())
+    assert bool((experts.sum(1) - share * num_micro_steps).abs().max() < 1)
+    for place in experts.T:  # no place in the step has an expert of its own
         assert abs(place.mean() - share) < 4 * math.sqrt(share * (1 - share) / steps)
 
 
 def test_experts_follow_from_seed_and_step():
     bands = bands_of(sft(), TWO_EXPERTS[0])
-    drawn = [[drawn_stages(bands, seed, step, 4) for step in range(50)] for seed in (0, 0, 1)]
+    drawn = [[drawn_experts(bands, seed, step, 4) for step in range(50)] for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
-    assert drawn_stages([WHOLE], 0, 1, 5) == [0] * 5
+    assert drawn_experts([WHOLE], 0, 1, 5) == [0] * 5

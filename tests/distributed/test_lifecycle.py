@@ -16,7 +16,7 @@ LAUNCHER_KEYS = ("LOCAL_RANK", "RANK", "WFM_LAUNCH_PID", "WFM_STATUS_FILE")
 def start(code, **env):
     """A Python process that says `ready` when it is; `code` runs with lifecycle imported."""
     clean = {k: v for k, v in os.environ.items() if k not in LAUNCHER_KEYS} | env
-    lines = f"import os, signal, subprocess, sys, threading\nfrom wfm_ds import lifecycle\n{code}"
+    lines = f"import os, signal, subprocess, sys, threading\nfrom wfm_ds.distributed import lifecycle\n{code}"
     command = [sys.executable, "-c", lines]
     return subprocess.Popen(command, env=clean, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
@@ -63,7 +63,7 @@ def test_a_killed_launcher_ends_the_rank_even_while_it_is_a_zombie():
 
 
 def test_a_rank_ends_when_its_parent_is_gone():
-    child = "from wfm_ds import lifecycle; import threading; lifecycle.watch_parent(0.05); "
+    child = "from wfm_ds.distributed import lifecycle; import threading; lifecycle.watch_parent(0.05); "
     child += "print('ready', flush=True); threading.Event().wait(60)"
     parent = start(f"subprocess.run([sys.executable, '-c', {child!r}])", LOCAL_RANK="0")
     wait_ready(parent)

@@ -30,7 +30,7 @@ def test_every_rank_has_a_file_with_time_rank_and_logger(tmp_path):
     logging.getLogger("wfm_ds.engine.engine").info("ready: %d", 7)
     logging.getLogger("wfm_ds.engine.engine").debug("too much")
     (line,) = lines(tmp_path / "logs" / "rank_3.log")
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z rank 3 INFO wfm_ds\.engine: ready: 7", line)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z rank 3 INFO wfm_ds\.engine\.engine: ready: 7", line)
 
 
 def test_console_is_rank_0s_and_shows_our_info_and_all_warnings(tmp_path, capsys):

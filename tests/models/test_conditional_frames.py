@@ -1,11 +1,13 @@
 import pytest
 import torch
 
-from wfm_ds.models.conditional_frames import LATENTS, MASK, given_frames, with_given
+from wfm_ds.models.conditional_frames import LATENTS, MASK, frames_in, with_conditional_frames
 
 
 def test_each_row_gives_its_own_number_of_first_frames():
-    conditioning = with_given({"text": torch.zeros(3, 1)}, torch.randn(3, 2, 4, 2, 2), torch.tensor([0, 1, 3]))
+    conditioning = with_conditional_frames(
+        {"text": torch.zeros(3, 1)}, torch.randn(3, 2, 4, 2, 2), torch.tensor([0, 1, 3])
+    )
     assert conditioning[MASK].flatten(1).tolist() == [[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]]
     assert conditioning.keys() == {"text", LATENTS, MASK}
 
@@ -13,8 +15,8 @@ def test_each_row_gives_its_own_number_of_first_frames():
 def test_given_frames_are_seen_clean_and_predicted_exactly():
     noisy, latents, network = (torch.randn(2, 3, 4, 2, 2) for _ in range(3))
     sigma = torch.tensor([0.7, 0.2])
-    given = given_frames(with_given({}, latents, torch.tensor([1, 2])))
-    seen, velocity = given.enter(noisy), given.leave(network, noisy, sigma)
+    conditional_frames = frames_in(with_conditional_frames({}, latents, torch.tensor([1, 2])))
+    seen, velocity = conditional_frames.enter(noisy), conditional_frames.leave(network, noisy, sigma)
     clean = noisy - sigma.view(-1, 1, 1, 1, 1) * velocity
     for row, count in enumerate((1, 2)):
         torch.testing.assert_close(seen[row, :, :count], latents[row, :, :count], rtol=0, atol=0)
@@ -24,10 +26,10 @@ def test_given_frames_are_seen_clean_and_predicted_exactly():
 
 
 def test_half_a_pair_of_keys_and_counts_that_leave_nothing_free_are_refused():
-    assert given_frames({"text": torch.zeros(1)}) is None
+    assert frames_in({"text": torch.zeros(1)}) is None
     with pytest.raises(ValueError, match="both of"):
-        given_frames({MASK: torch.zeros(1, 1, 4, 1, 1)})
+        frames_in({MASK: torch.zeros(1, 1, 4, 1, 1)})
     with pytest.raises(ValueError, match="0 to 3 may be given"):
-        with_given({}, torch.zeros(1, 2, 4, 2, 2), torch.tensor([4]))
+        with_conditional_frames({}, torch.zeros(1, 2, 4, 2, 2), torch.tensor([4]))
     with pytest.raises(ValueError, match=r"\[B,C,T,h,w\]"):
-        with_given({}, torch.zeros(1, 2, 4, 2), torch.tensor([1]))
+        with_conditional_frames({}, torch.zeros(1, 2, 4, 2), torch.tensor([1]))

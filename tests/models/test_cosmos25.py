@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from families import CASES, EXACT, PROMPTS, stock
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
-from wfm_ds.models.conditional_frames import with_given
+from wfm_ds.models.conditional_frames import with_conditional_frames
 from wfm_ds.models.cosmos25 import provide_resize
 from wfm_ds.models.tiny.cosmos25 import TRANSFORMER
 
@@ -38,7 +38,7 @@ def one_call(model, counts=None):
     noise, latents = (torch.randn((2, *model.latent_shape(32, 32, 9)), generator=generator) for _ in range(2))
     conditioning = model.encode_text(PROMPTS)
     if counts is not None:
-        conditioning = with_given(conditioning, latents, torch.tensor(counts))
+        conditioning = with_conditional_frames(conditioning, latents, torch.tensor(counts))
     return noise, torch.tensor([0.9, 0.12345]), conditioning
 
 
@@ -76,7 +76,7 @@ def test_giving_no_frame_is_the_same_as_giving_none(model):
 
 def test_the_predicted_clean_latents_are_the_given_ones_in_both_branches_of_guidance(model):
     noise, sigma, conditioning = one_call(model, [1, 2])
-    given = conditioning["given_latents"]
+    conditional_frames = conditioning["conditional_latents"]
     uncond = conditioning | model.encode_text([model.null_text()] * 2)
     with torch.no_grad():
         velocity = model.combine_guidance(
@@ -84,15 +84,15 @@ def test_the_predicted_clean_latents_are_the_given_ones_in_both_branches_of_guid
         )
     clean = noise - sigma.view(-1, 1, 1, 1, 1) * velocity
     for row, count in enumerate((1, 2)):
-        torch.testing.assert_close(clean[row, :, :count], given[row, :, :count], **EXACT)
+        torch.testing.assert_close(clean[row, :, :count], conditional_frames[row, :, :count], **EXACT)
 
 
 def test_another_stage_is_refused(model):
     arguments = one_call(model)
     with torch.no_grad():
-        assert torch.equal(model.denoise(*arguments, stage=0), model.denoise(*arguments))
-    with pytest.raises(ValueError, match="stage 1"):
-        model.denoise(*arguments, stage=1)
+        assert torch.equal(model.denoise(*arguments, expert=0), model.denoise(*arguments))
+    with pytest.raises(ValueError, match="expert 1"):
+        model.denoise(*arguments, expert=1)
 
 
 @given(height=st.integers(-16, 300), width=st.integers(-16, 300), frames=st.integers(-4, 40))

@@ -11,7 +11,7 @@ from wfm_ds.checkpoint.adapter import load_adapter
 from wfm_ds.checkpoint.export import export
 from wfm_ds.checkpoint.target import ExportTarget
 from wfm_ds.models import registry
-from wfm_ds.models.conditional_frames import MASK, with_given
+from wfm_ds.models.conditional_frames import MASK, with_conditional_frames
 from wfm_ds.sampling.noise import seeded_normal
 
 FAMILIES = pytest.mark.parametrize("family", CASES)
@@ -67,13 +67,13 @@ def test_heights_and_widths_are_the_multiples_of_one_number(load, family):
                     model.latent_shape(height, width, frames)
 
 
-def one_call(model, family, count=2, stage=0):
-    """Arguments of one `denoise`: another sigma, prompt and number of given frames for each sample."""
+def one_call(model, family, count=2, expert=0):
+    """Arguments of one `denoise`: another sigma, prompt and number of conditional frames for each sample."""
     noise, conditioning = noise_for(model, family, count), model.encode_text(PROMPTS[:count])
     if len(model.conditional_frames) > 1:
         latents, most = model.encode_pixels(pixels_for(model, family, count)), max(model.conditional_frames)
-        conditioning = with_given(conditioning, latents, torch.tensor([0, most])[:count])
-    return noise, torch.tensor(CASES[family].sigmas[stage])[:count], conditioning
+        conditioning = with_conditional_frames(conditioning, latents, torch.tensor([0, most])[:count])
+    return noise, torch.tensor(CASES[family].sigmas[expert])[:count], conditioning
 
 
 def sampled(model, family, steps=3):
@@ -194,7 +194,7 @@ def test_given_frames_equal_the_stock_image_and_video_pipelines(load, tiny_pipel
         pipeline, call = case.given(tiny_pipelines(family), pixels, count)
         call |= model.pipeline_call(1.0, *case.size)
         want = draw(pipeline, case, grid, **call | {"prompt": PROMPTS[:1], "latents": noise})
-        conditioning = with_given(model.encode_text(PROMPTS[:1]), latents, torch.tensor([count]))
+        conditioning = with_conditional_frames(model.encode_text(PROMPTS[:1]), latents, torch.tensor([count]))
         got = denoise_latents(model, noise, conditioning, grid, solver="ode")
         torch.testing.assert_close(got, want, **EXACT)
         torch.testing.assert_close(got[:, :, :count], latents[:, :, :count], **EXACT)
@@ -220,8 +220,8 @@ def gradients(model, family, checkpointing):
     if checkpointing:
         model.denoiser.enable_gradient_checkpointing()
     model.denoiser.zero_grad(set_to_none=True)
-    for stage in range(len(model.sigma_ranges)):
-        model.denoise(*one_call(model, family, stage=stage)).square().mean().backward()
+    for expert in range(len(model.sigma_ranges)):
+        model.denoise(*one_call(model, family, expert=expert)).square().mean().backward()
     return {name: p.grad.clone() for name, p in model.denoiser.named_parameters() if p.requires_grad}
 
 

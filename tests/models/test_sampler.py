@@ -10,7 +10,7 @@ from wfm_ds.models.text_cache import TextCache
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.sampling.edm import Churn, edm_plan
 from wfm_ds.sampling.plan import deterministic_plan
-from wfm_ds.types import GivenLatents, Prompt
+from wfm_ds.types import ConditionalFrames, Prompt
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +75,10 @@ def test_an_expert_whose_scale_is_1_runs_no_unconditional_pass(tiny_pipelines):
     drawn = sampler(model, guidance_scale=3, guidance_scale_low=1, eval_steps=6)
     sigmas = model.sigmas(6, drawn.latent_shape)[:-1]
     drawn.generate(prompts("a cat"), [3], drawn.evaluation_plan(), velocity=counted)
-    stages = [model.stage_of(float(sigma)) for sigma in sigmas]
-    assert asked == [stage for stage in stages for _ in range(2 if stage == 0 else 1)]
-    assert 0 < stages.count(0) < 6
-    assert len(stages) < len(asked) < 2 * len(stages)
+    experts = [model.expert_of(float(sigma)) for sigma in sigmas]
+    assert asked == [expert for expert in experts for _ in range(2 if expert == 0 else 1)]
+    assert 0 < experts.count(0) < 6
+    assert len(experts) < len(asked) < 2 * len(experts)
 
 
 def test_guidance_contrasts_with_the_prompts_own_negative_text_then_the_recipes_then_the_familys(model):
@@ -137,12 +137,14 @@ def test_given_frames_are_what_the_samples_begin_with(video_model, plan, guidanc
     churn = Churn.of_run(3, s_churn=1.0, s_t_min=0.0, s_t_max=math.inf, s_noise=1.0)
     steps = drawn.evaluation_plan() if plan == "ode" else edm_plan("edm_2ab", 3, churn)
     latents = torch.randn((2, *drawn.latent_shape), generator=torch.Generator().manual_seed(0))
-    given = GivenLatents(latents, torch.tensor([1, 2]))
-    got = drawn.generate(prompts("a", "b"), [3, 4], steps, given=given).clean
+    conditional_frames = ConditionalFrames(latents, torch.tensor([1, 2]))
+    got = drawn.generate(prompts("a", "b"), [3, 4], steps, conditional_frames=conditional_frames).clean
     torch.testing.assert_close(got[0, :, :1], latents[0, :, :1], rtol=0, atol=1e-5)
     torch.testing.assert_close(got[1, :, :2], latents[1, :, :2], rtol=0, atol=1e-5)
     assert (got[0, :, 1:] - latents[0, :, 1:]).abs().max() > 0.1
-    alone = drawn.generate(prompts("a"), [3], steps, given=GivenLatents(latents[:1], torch.tensor([1]))).clean
+    alone = drawn.generate(
+        prompts("a"), [3], steps, conditional_frames=ConditionalFrames(latents[:1], torch.tensor([1]))
+    ).clean
     torch.testing.assert_close(alone, got[:1], rtol=0, atol=1e-4)
     free = drawn.generate(prompts("a"), [3], steps).clean
     assert (free[0, :, 1:] - got[0, :, 1:]).abs().max() > 1e-4  # what is given matters for the rest

@@ -21,7 +21,7 @@ from families import CASES, EXACT, PROMPTS, denoise_latents, draw, stock
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
 from wfm_ds.models.base import seeded
-from wfm_ds.models.conditional_frames import with_given
+from wfm_ds.models.conditional_frames import with_conditional_frames
 from wfm_ds.models.sana import INSTRUCTION, Sana
 from wfm_ds.models.sana_video import SanaVideo
 from wfm_ds.sampling.noise import seeded_normal
@@ -247,7 +247,7 @@ def test_a_template_means_nothing_to_other_families(tiny_pipelines):
 
 
 def first_frame_given(model, latents, counts):
-    return with_given(model.encode_text(PROMPTS), latents, torch.tensor(counts))
+    return with_conditional_frames(model.encode_text(PROMPTS), latents, torch.tensor(counts))
 
 
 def test_a_given_first_frame_is_given_to_both_passes_of_guidance(load, tiny_pipelines):
@@ -257,8 +257,8 @@ def test_a_given_first_frame_is_given_to_both_passes_of_guidance(load, tiny_pipe
     pipeline, call = case.given(tiny_pipelines("sana_video"), clip, 1)
     want = theirs(pipeline, model, w=4.0, **call)
     latents, one = model.encode_pixels(clip).expand(2, -1, -1, -1, -1), torch.tensor([1, 1])
-    negative = with_given(model.encode_negative([""] * 2), latents, one)
-    got = ours(model, with_given(model.encode_text(PROMPTS), latents, one), w=4.0, uncond=negative)
+    negative = with_conditional_frames(model.encode_negative([""] * 2), latents, one)
+    got = ours(model, with_conditional_frames(model.encode_text(PROMPTS), latents, one), w=4.0, uncond=negative)
     torch.testing.assert_close(got, want, **EXACT)
     torch.testing.assert_close(got[:, :, :1], latents[:, :, :1], **EXACT)
 

@@ -84,9 +84,9 @@ def test_the_network_gets_its_time_as_an_unrounded_float(load):
 def test_another_stage_is_refused(load):
     model = load("sd3")
     arguments = one_call(model)
-    assert torch.equal(model.denoise(*arguments, stage=0), model.denoise(*arguments))
-    with pytest.raises(ValueError, match="stage 1"):
-        model.denoise(*arguments, stage=1)
+    assert torch.equal(model.denoise(*arguments, expert=0), model.denoise(*arguments))
+    with pytest.raises(ValueError, match="expert 1"):
+        model.denoise(*arguments, expert=1)
 
 
 def test_a_shift_by_resolution_follows_the_pipeline(tiny_pipelines):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from families import CASES, EXACT, PROMPTS, denoise_latents, draw, stock
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
-from wfm_ds.models.conditional_frames import with_given
+from wfm_ds.models.conditional_frames import with_conditional_frames
 from wfm_ds.models.experts import Experts
 from wfm_ds.models.tiny.wan21 import TRANSFORMER
 from wfm_ds.sampling.noise import seeded_normal
@@ -116,7 +116,7 @@ def test_the_network_gets_its_time_as_an_unrounded_float(load):
 
 def test_ti2v_gets_a_time_for_each_token_and_0_on_given_frames(load):
     model, noise = load("wan22_ti2v"), noise_for(load("wan22_ti2v"), "wan22_ti2v")  # 3 frames of 2 x 1 tokens
-    conditioning = with_given(model.encode_text(PROMPTS), noise, torch.tensor([1, 0]))
+    conditioning = with_conditional_frames(model.encode_text(PROMPTS), noise, torch.tensor([1, 0]))
     (seen,) = seen_by(model.denoiser, lambda: model.denoise(noise, torch.tensor([0.5, 0.25]), conditioning))
     want = torch.tensor([[0.0, 0, 500, 500, 500, 500], [250.0] * 6])
     torch.testing.assert_close(seen["timestep"], want)
@@ -133,16 +133,16 @@ def test_only_ti2v_takes_given_frames(load):
 def test_each_noise_level_reaches_its_expert(load):
     model = load("wan22")
     assert model.sigma_ranges == ((0.875, 1.0), (0.0, 0.875))
-    assert [model.stage_of(s) for s in (1.0, 0.9, 0.875, 0.8749, 1e-6)] == [0, 0, 0, 1, 1]
+    assert [model.expert_of(s) for s in (1.0, 0.9, 0.875, 0.8749, 1e-6)] == [0, 0, 0, 1, 1]
     noise, text = noise_for(model, "wan22"), model.encode_text(PROMPTS)
     outputs = []
-    for level, stage, other in ((0.875, 0, 1), (0.8749, 1, 0)):
+    for level, expert, other in ((0.875, 0, 1), (0.8749, 1, 0)):
         sigma = torch.full((2,), level)
         parts = (model.pipeline.transformer, model.pipeline.transformer_2)
         ran = [seen_by(part, lambda s=sigma: model.denoise(noise, s, text)) for part in parts]
-        assert [len(calls) for calls in ran] == [1 - stage, stage]
+        assert [len(calls) for calls in ran] == [1 - expert, expert]
         with torch.no_grad():
-            outputs.append(model.denoise(noise, sigma, text, stage))
+            outputs.append(model.denoise(noise, sigma, text, expert))
         with pytest.raises(ValueError, match="one call serves one expert"):
             model.denoise(noise, sigma, text, other)
     assert (outputs[0] - outputs[1]).abs().max() > 0.1
@@ -154,17 +154,17 @@ def test_a_batch_of_both_experts_is_refused(load):
         model.denoise(noise, torch.tensor([0.9, 0.8]), model.encode_text(PROMPTS))
 
 
-@pytest.mark.parametrize(("family", "stages"), [("wan21", 1), ("wan22", 2)])
-def test_a_stage_that_is_not_there_is_refused(load, family, stages):
+@pytest.mark.parametrize(("family", "experts"), [("wan21", 1), ("wan22", 2)])
+def test_an_expert_that_is_not_there_is_refused(load, family, experts):
     model = load(family)
-    with pytest.raises(ValueError, match=f"stages 0 to {stages - 1}, not {stages}"):
-        model.denoise(noise_for(model, family), torch.ones(2), model.encode_text(PROMPTS), stages)
+    with pytest.raises(ValueError, match=f"experts 0 to {experts - 1}, not {experts}"):
+        model.denoise(noise_for(model, family), torch.ones(2), model.encode_text(PROMPTS), experts)
 
 
 def test_each_expert_has_its_own_guidance_scale_in_the_stock_pipeline(load, tiny_pipelines):
     model, case = load("wan22"), CASES["wan22"]
     noise, grid = noise_for(model, "wan22"), load("wan22").sigmas(5, (4, 2, 4, 6))
-    assert {model.stage_of(s) for s in grid[:-1].tolist()} == {0, 1}
+    assert {model.expert_of(s) for s in grid[:-1].tolist()} == {0, 1}
     call = {**model.pipeline_call(4.0, *case.size), "guidance_scale_2": 2.5, "latents": noise}
     want = draw(stock(tiny_pipelines("wan22"), case), case, grid, **call)
     contrast = model.encode_text(["", ""])

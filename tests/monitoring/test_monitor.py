@@ -10,7 +10,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from wfm_ds.monitoring.monitor import Monitor, cut_metrics
-from wfm_ds.monitoring.samples import Sample, sample_animation, sample_grid, sample_table
+from wfm_ds.monitoring.samples import ShownSample, sample_animation, sample_grid, sample_table
 
 
 def monitor(folder, **changes):
@@ -20,7 +20,7 @@ def monitor(folder, **changes):
 
 def sample(seed, *, prompt="the digit 7", prompt_id="digits/7", rewards=None, size=8):
     image = np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
-    return Sample(prompt=prompt, prompt_id=prompt_id, seed=seed, media=image, rewards=rewards or {})
+    return ShownSample(prompt=prompt, prompt_id=prompt_id, seed=seed, media=image, rewards=rewards or {})
 
 
 def lines(folder):
@@ -137,7 +137,9 @@ def test_tensorboard_shows_the_samples_with_prompts_seeds_and_rewards(tmp_path):
 def test_tensorboard_plays_videos_and_shows_their_first_frames(tmp_path):
     rng = np.random.default_rng(0)
     samples = [
-        Sample(prompt="waves", prompt_id="p", seed=i, media=rng.integers(0, 256, (4, 64, 64, 3), np.uint8), fps=5.0)
+        ShownSample(
+            prompt="waves", prompt_id="p", seed=i, media=rng.integers(0, 256, (4, 64, 64, 3), np.uint8), fps=5.0
+        )
         for i in range(2)
     ]
     with monitor(tmp_path, tensorboard=True) as watch:

@@ -11,7 +11,7 @@ from wfm_ds.monitoring.pictures import GAP, TEXT_HEIGHT
 from wfm_ds.monitoring.samples import (
     MAX_ANIMATED_CELL,
     MAX_ANIMATED_FRAMES,
-    Sample,
+    ShownSample,
     by_prompt,
     sample_animation,
     sample_grid,
@@ -22,14 +22,14 @@ from wfm_ds.monitoring.samples import (
 
 def sample(seed, *, prompt="the digit 7", prompt_id="digits/7", rewards=None, size=8):
     image = np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
-    return Sample(prompt=prompt, prompt_id=prompt_id, seed=seed, media=image, rewards=rewards or {})
+    return ShownSample(prompt=prompt, prompt_id=prompt_id, seed=seed, media=image, rewards=rewards or {})
 
 
 def clip(seed, num_frames=5, size=64, fps=8.0):
     """A video whose frames are dark and get lighter."""
     levels = np.linspace(0, 200, num_frames, dtype=np.uint8)[:, None, None, None]
     media = np.broadcast_to(levels, (num_frames, size, size, 3)).copy()
-    return Sample(prompt=f"prompt {seed}", prompt_id=f"p{seed}", seed=seed, media=media, fps=fps)
+    return ShownSample(prompt=f"prompt {seed}", prompt_id=f"p{seed}", seed=seed, media=media, fps=fps)
 
 
 def test_grid_has_a_row_per_prompt_when_each_was_drawn_equally_often():
@@ -85,7 +85,7 @@ def test_written_samples_are_the_images_and_what_belongs_to_them(tmp_path):
 
 
 def test_samples_that_cannot_be_written_leave_nothing(tmp_path):
-    wrong = Sample(prompt="", prompt_id="", seed=0, media=np.zeros((8, 8), dtype=np.uint8), rewards={})
+    wrong = ShownSample(prompt="", prompt_id="", seed=0, media=np.zeros((8, 8), dtype=np.uint8), rewards={})
     with pytest.raises(ValueError, match="uint8"):
         write_samples(tmp_path / "step_1", [sample(1), wrong])
     assert list(tmp_path.iterdir()) == []
@@ -97,7 +97,7 @@ def test_samples_are_shown_prompt_by_prompt_in_their_own_order():
 
 
 def test_written_videos_are_mp4_files_with_their_speed(tmp_path):
-    one_frame = Sample(prompt="still", prompt_id="p9", seed=9, media=clip(0).media[:1], fps=8.0)
+    one_frame = ShownSample(prompt="still", prompt_id="p9", seed=9, media=clip(0).media[:1], fps=8.0)
     write_samples(tmp_path / "step_1", [clip(0), one_frame])
     assert sorted(path.name for path in (tmp_path / "step_1").iterdir()) == ["0000.mp4", "0001.png", "samples.jsonl"]
     first, second = [json.loads(line) for line in (tmp_path / "step_1" / "samples.jsonl").read_text().splitlines()]
@@ -116,7 +116,7 @@ def test_video_without_its_speed_is_refused(tmp_path):
 
 def test_grid_of_videos_shows_their_first_frames():
     samples = [clip(i) for i in range(4)]
-    stills = [Sample(prompt=s.prompt, prompt_id=s.prompt_id, seed=s.seed, media=s.media[0]) for s in samples]
+    stills = [ShownSample(prompt=s.prompt, prompt_id=s.prompt_id, seed=s.seed, media=s.media[0]) for s in samples]
     assert np.array_equal(sample_grid(samples), sample_grid(stills))
 
 

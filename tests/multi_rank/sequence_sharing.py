@@ -14,7 +14,7 @@ from wfm_ds.distributed.world import World
 from wfm_ds.engine.engine import DenoiserEngine, learning_rate
 from wfm_ds.engine.policy import add_adapters
 from wfm_ds.models import registry
-from wfm_ds.models.conditional_frames import with_given
+from wfm_ds.models.conditional_frames import with_conditional_frames
 from wfm_ds.models.tiny.sd3 import TRANSFORMER
 from wfm_ds.seeds import derive_seed
 
@@ -59,7 +59,7 @@ def losses(model, family, numbers, stage):
     conditioning = model.encode_text([PROMPTS[n % len(PROMPTS)] for n in numbers])
     counts = torch.tensor([max(model.conditional_frames, default=0)] * len(numbers))
     if counts.any():
-        conditioning = with_given(conditioning, targets, counts)
+        conditioning = with_conditional_frames(conditioning, targets, counts)
     velocity = model.denoise(latents, low + (high - low) * (0.1 + 0.8 * u_B), conditioning, stage)
     return (velocity - targets).square().flatten(1).mean(1)
 

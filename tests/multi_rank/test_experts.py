@@ -16,7 +16,7 @@ from wfm_ds.seeds import derive_seed
 
 RANKS, MICRO_STEPS = 2, 3
 # By optimizer step and micro-step. Expert 1 is idle in step 1, and begins step 2, which expert 0 only ends.
-STAGES = [(0, 1, 1), (0, 0, 0), (1, 1, 0), (1, 1, 1)]
+EXPERTS_OF_STEPS = [(0, 1, 1), (0, 0, 0), (1, 1, 0), (1, 1, 1)]
 OLD_DECAY = 0.25
 
 
@@ -37,24 +37,24 @@ def build(config, lora, dtype):
         lora_targets=TARGETS,
         policies=frozenset({"old", "ema"}),
         accumulation=MICRO_STEPS,
-        total_updates=len(STAGES),
+        total_updates=len(EXPERTS_OF_STEPS),
     )
 
 
-def predict(forward, number, stage, dtype=torch.float32):
+def predict(forward, number, expert, dtype=torch.float32):
     draw = torch.Generator().manual_seed(number)
     return forward(
         hidden_states=torch.randn(1, 4, 2, 4, 4, generator=draw).to(dtype),
         timestep=1000 * torch.rand(1, generator=draw),
         encoder_hidden_states=torch.randn(1, 5, 32, generator=draw).to(dtype),
         return_dict=False,
-        stage=stage,
+        expert=expert,
     )[0].float()
 
 
-def loss_of(forward, number, stage, dtype=torch.float32):
+def loss_of(forward, number, expert, dtype=torch.float32):
     target = torch.randn(4, 2, 4, 4, generator=torch.Generator().manual_seed(9000 + number))
-    return (predict(forward, number, stage, dtype) - target).square().mean()
+    return (predict(forward, number, expert, dtype) - target).square().mean()
 
 
 def term(step, micro, rank):
@@ -63,7 +63,7 @@ def term(step, micro, rank):
 
 def outputs(forward, dtype=torch.float32):
     with torch.no_grad():
-        return torch.cat([predict(forward, 77, stage, dtype) for stage in (0, 1)])
+        return torch.cat([predict(forward, 77, expert, dtype) for expert in (0, 1)])
 
 
 def train_on_ranks(config, lora, dtype="float32", forgetful=True):
@@ -71,9 +71,9 @@ def train_on_ranks(config, lora, dtype="float32", forgetful=True):
     if not forgetful:
         engine.shards.forget_gradients = lambda: None
     norms = []
-    for step, stages in enumerate(STAGES):
-        for micro, stage in enumerate(stages):
-            loss = loss_of(engine.forward_module, term(step, micro, engine.world.rank), stage, getattr(torch, dtype))
+    for step, trained_experts in enumerate(EXPERTS_OF_STEPS):
+        for micro, expert in enumerate(trained_experts):
+            loss = loss_of(engine.forward_module, term(step, micro, engine.world.rank), expert, getattr(torch, dtype))
             engine.backward(loss, RANKS * MICRO_STEPS)
         result = engine.step()
         assert result.applied
@@ -99,15 +99,17 @@ def reference(lora):
     trained = [p for p in theta.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, eps=settings.optimizer.eps, weight_decay=settings.optimizer.weight_decay)
     norms = []
-    for step, stages in enumerate(STAGES):
+    for step, trained_experts in enumerate(EXPERTS_OF_STEPS):
         optimizer.zero_grad(set_to_none=False)
-        pairs = [(term(step, micro, rank), stage) for micro, stage in enumerate(stages) for rank in range(RANKS)]
-        (sum(loss_of(theta, number, stage) for number, stage in pairs) / len(pairs)).backward()
+        pairs = [
+            (term(step, micro, rank), expert) for micro, expert in enumerate(trained_experts) for rank in range(RANKS)
+        ]
+        (sum(loss_of(theta, number, expert) for number, expert in pairs) / len(pairs)).backward()
         for parameter in trained:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained, settings.engine.max_grad_norm)))
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(settings.optimizer, step + 1, len(STAGES))
+            group["lr"] = learning_rate(settings.optimizer, step + 1, len(EXPERTS_OF_STEPS))
         optimizer.step()
         for name, decay in (("ema", ema_decay(settings.ema.decay, step + 1)), ("old", OLD_DECAY)):
             with torch.no_grad():

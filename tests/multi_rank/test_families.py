@@ -1,4 +1,4 @@
-"""Whole runs of families that are given frames: those are no target. And what ranks share of a tiny pipeline."""
+"""Whole runs of families that are conditional frames: those are no target. And what ranks share of a tiny pipeline."""
 
 import json
 import statistics
@@ -17,7 +17,7 @@ from wfm_ds.data.media import load_media
 from wfm_ds.data.paired import PairedFolder
 from wfm_ds.data.pixels import centre
 from wfm_ds.models import registry
-from wfm_ds.models.conditional_frames import with_given
+from wfm_ds.models.conditional_frames import with_conditional_frames
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.sampling.noise import seeded_normal
 from wfm_ds.seeds import derive_seed, uniform
@@ -65,7 +65,9 @@ def by_hand(model, recipe, folder):
         for j, sigma in enumerate(sigmas):
             noise = seeded_normal([derive_seed(0, "validation_noise", sample.id, j)], clean.shape[1:])
             count = int((most + 1) * uniform(0, "validation_conditional_frames", sample.id, j))
-            conditioning = with_given(model.encode_text([sample.prompt.text]), clean, torch.tensor([count]))
+            conditioning = with_conditional_frames(
+                model.encode_text([sample.prompt.text]), clean, torch.tensor([count])
+            )
             with torch.no_grad():
                 velocity = model.denoise((1 - sigma) * clean + sigma * noise, sigma.view(1), conditioning)
             losses.append(float((velocity - (noise - clean))[:, :, count:].double().square().mean()))

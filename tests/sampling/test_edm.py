@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wfm_ds.models.conditional_frames import given_frames, with_given
+from wfm_ds.models.conditional_frames import frames_in, with_conditional_frames
 from wfm_ds.sampling.edm import FIRST_CHURN, Churn, EdmStep, edm_plan, karras_levels, step_noise
 
 FP64 = torch.float64
@@ -184,7 +184,7 @@ def test_the_loop_never_reads_a_value_from_the_device():
 
 def test_given_frames_stay_what_they_are_and_their_noise_touches_nothing():
     video, xi = normal(2, 2, 3, 4, 4, seed=1).float(), normal(2, 2, 3, 4, 4).float()
-    conditioning = given_frames(with_given({}, video, torch.tensor([1, 2])))
+    conditioning = frames_in(with_conditional_frames({}, video, torch.tensor([1, 2])))
 
     def predict(x, sigma):
         sigma_B = torch.full((2,), sigma)

@@ -38,7 +38,7 @@ def test_killed_writer_leaves_the_earlier_folder_and_the_next_one_cleans_up(tmp_
     with atomic.new_folder(out) as making:
         (making / "file").write_text("1")
     killed = (
-        "import os, signal, sys; from pathlib import Path; from wfm_ds import atomic\n"
+        "import os, signal, sys; from pathlib import Path; from wfm_ds.storage import atomic\n"
         "with atomic.new_folder(Path(sys.argv[1])) as making:\n"
         "    (making / 'torn').write_text('2'); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -57,7 +57,7 @@ def test_writer_killed_between_its_renames_has_not_lost_the_earlier_folder(tmp_p
     with atomic.new_folder(out) as making:
         (making / "file").write_text("1")
     killed = (
-        "import os, signal, sys; from pathlib import Path; from wfm_ds import atomic\n"
+        "import os, signal, sys; from pathlib import Path; from wfm_ds.storage import atomic\n"
         "def die(*_): os.kill(os.getpid(), signal.SIGKILL)\n"
         "with atomic.new_folder(Path(sys.argv[1])) as making:\n"
         "    rename = Path.rename\n"

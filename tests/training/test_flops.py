@@ -5,7 +5,7 @@ from torch import nn
 from wfm_ds.engine.policy import add_adapters
 from wfm_ds.models import registry
 from wfm_ds.recipe.sections import LoraRecipe
-from wfm_ds.training.flops import Flops, Work, count_flops, counting, on_meta, work_of
+from wfm_ds.training.flops import Flops, ForwardWork, count_flops, counting, on_meta, work_of
 from wfm_ds.training.forwards import Forwards
 
 SHAPE = (4, 16, 16)
@@ -119,8 +119,8 @@ def test_work_counts_adapters_backward_and_recomputation_where_they_are():
     forwards = {"policy": Forwards(2, 10), "ref": Forwards(1, 10, 10), "uncond": Forwards(3, 20, 10)}
     flops = Flops(forward=110, backward=200, recompute=90, forward_without_adapters=100)
     assert work_of(forwards, flops) == {
-        "policy": Work(1100, 2000, 900),
-        "ref": Work(1000),
-        "uncond": Work(2100),
+        "policy": ForwardWork(1100, 2000, 900),
+        "ref": ForwardWork(1000),
+        "uncond": ForwardWork(2100),
     }
     assert work_of(forwards, flops)["policy"].total == 4000

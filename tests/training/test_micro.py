@@ -23,7 +23,7 @@ def ranks_of(drawn):
     return [[Term(row=row, sigma=s, weight=w) for row, (s, w) in enumerate(rank)] for rank in drawn]
 
 
-def levelled(ranks, stage_of, num_stages):
+def levelled(ranks, expert_of, num_experts):
     """What each rank makes of its terms; their maxima are taken here instead of by a collective."""
     said = []
 
@@ -32,9 +32,9 @@ def levelled(ranks, stage_of, num_stages):
         return values
 
     for rank in ranks:
-        level(rank, stage_of, num_stages, listening)
+        level(rank, expert_of, num_experts, listening)
     most = {name: max(values[name] for values in said) for name in said[0]}
-    return [level(rank, stage_of, num_stages, lambda _: most) for rank in ranks]
+    return [level(rank, expert_of, num_experts, lambda _: most) for rank in ranks]
 
 
 @given(st.lists(terms_of_a_rank, min_size=1, max_size=3))
@@ -45,9 +45,9 @@ def test_all_ranks_get_equally_many_terms_of_each_expert_and_lose_none_that_coun
     counts = {tuple(sum(two_experts(t.sigma) == s for t in terms) for s in (0, 1)) for terms in after}
     assert len(counts) == 1
     for before, terms in zip(ranks, after, strict=True):
-        for stage in (0, 1):
-            live = [t for t in before if t.weight and two_experts(t.sigma) == stage]
-            assert [t for t in terms if t.weight and two_experts(t.sigma) == stage] == live
+        for expert in (0, 1):
+            live = [t for t in before if t.weight and two_experts(t.sigma) == expert]
+            assert [t for t in terms if t.weight and two_experts(t.sigma) == expert] == live
         assert {t.row for t in terms} <= {t.row for t in before}
     needed = max(sum(t.weight > 0 for t in rank) for rank in ranks)
     assert len(after[0]) <= max(1, 2 * needed)
@@ -81,7 +81,7 @@ def test_micro_batches_have_one_expert_each_and_hold_every_term_once(drawn, size
     assert [s for _, s in parts] == sorted(s for _, s in parts)
 
 
-def batch(first, count, stage):
+def batch(first, count, expert):
     numbers = torch.arange(first, first + count, dtype=torch.float32)
     inputs = TermBatch(
         latents=numbers.view(-1, 1, 1, 1),
@@ -89,7 +89,7 @@ def batch(first, count, stage):
         weight=numbers,
         prompts=[f"p{i}" for i in range(first, first + count)],
     )
-    return MicroBatch(inputs, stage)
+    return MicroBatch(inputs, expert)
 
 
 def test_forwards_without_gradient_are_shared_by_neighbours_of_one_expert():

@@ -62,9 +62,9 @@ def test_validation_encodes_each_image_once_and_keeps_no_more_than_a_batch_of_th
     encoded, sizes, encode = [], [], model.encode_media
     monkeypatch.setattr(model, "encode_media", lambda media: encoded.append(len(media)) or encode(media))
 
-    def velocity(purpose, latents, sigma, conditioning, stage):
+    def velocity(purpose, latents, sigma, conditioning, expert):
         sizes.append(len(latents))
-        return model.denoise(latents, sigma, conditioning, stage)
+        return model.denoise(latents, sigma, conditioning, expert)
 
     job = SimpleNamespace(
         recipe=recipe, model=model, world=alone, texts=TextCache(model), latents=None, velocity=velocity

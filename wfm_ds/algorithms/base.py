@@ -45,7 +45,7 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     references: tuple[str, ...] = ()
     """Policies whose predictions the loss gets beside the trained one's, in the order of their forwards. One is missing
     where its weights equal the trained ones: the loss detaches its own prediction."""
-    num_given = (0, 0)
+    num_conditional_frames = (0, 0)
     """The smallest and the largest number of latent frames of the data that a group of rollouts is given."""
     recalls_old = False
     """`old` is no copy of the weights but the trained ones at the start of the RL step, asked before its first

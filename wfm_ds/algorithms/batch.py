@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from wfm_ds.types import GivenLatents, Prompt
+from wfm_ds.types import ConditionalFrames, Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class TermBatch:
     sigma: Tensor  # [B]
     weight: Tensor  # [B]
     prompts: Sequence[Prompt]  # embedded when a forward needs them: a term for each noise level would hold a copy
-    given: GivenLatents | None = None  # of these samples
+    conditional_frames: ConditionalFrames | None = None  # of these samples
 
     def for_references(self) -> TermBatch:
         """What the policies that the loss compares with are asked about: all of it, unless an algorithm says less."""

@@ -26,7 +26,7 @@ from wfm_ds.sampling.denoise import step_seeds
 from wfm_ds.sampling.edm import Churn, EdmPlan, edm_plan
 from wfm_ds.sampling.noise import drawn_normal, noisy_latents, seeded_normal
 from wfm_ds.seeds import derive_seed
-from wfm_ds.types import GivenLatents
+from wfm_ds.types import ConditionalFrames
 
 if TYPE_CHECKING:
     from wfm_ds.recipe.schema import Recipe
@@ -54,7 +54,7 @@ class DataNoise:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DdrlBatch(TermBatch):
     """B terms, of which D have data. The denoiser is asked about B + D latents in one forward: `latents`, `sigma`,
-    `prompts` and `given` hold the D noisy data behind the B rollout states."""
+    `prompts` and `conditional_frames` hold the D noisy data behind the B rollout states."""
 
     noise: Tensor  # [B, ...] of the transition
     gain: Tensor  # [B], d(mean)/d(velocity)/std
@@ -67,21 +67,23 @@ class DdrlBatch(TermBatch):
     def for_references(self) -> TermBatch:
         """Without the data: no other policy is asked about it."""
         count = len(self.weight)
-        given = self.given and GivenLatents(self.given.latents[:count], self.given.counts[:count])
+        conditional_frames = self.conditional_frames and ConditionalFrames(
+            self.conditional_frames.latents[:count], self.conditional_frames.counts[:count]
+        )
         return TermBatch(
             latents=self.latents[:count],
             sigma=self.sigma[:count],
             weight=self.weight,
             prompts=self.prompts[:count],
-            given=given,
+            conditional_frames=conditional_frames,
         )
 
     def free(self, rows: slice) -> Tensor | None:
-        """[B,1,T,1,1], 0 on given frames, of these rows of the forward; None where nothing is ever given."""
-        if self.given is None:
+        """[B,1,T,1,1], 0 on conditional frames, of these rows of the forward; None where nothing is ever given."""
+        if self.conditional_frames is None:
             return None
         frames = torch.arange(self.latents.shape[2], device=self.latents.device)
-        return (frames >= self.given.counts[rows, None]).float().view(-1, 1, len(frames), 1, 1)
+        return (frames >= self.conditional_frames.counts[rows, None]).float().view(-1, 1, len(frames), 1, 1)
 
 
 class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
@@ -98,7 +100,7 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
         self.reference = reference_name(s)
         self.rollout_policy = "train" if self.on_policy else self.reference
         self.references = tuple(self.policies(recipe))
-        self.num_given = (s.min_num_conditional_frames, s.max_num_conditional_frames)
+        self.num_conditional_frames = (s.min_num_conditional_frames, s.max_num_conditional_frames)
         self.edm = self._plan(())
         self._require_noise()
 
@@ -194,7 +196,7 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
             sigma=torch.cat([column([t.sigma for t in terms], device), seen.sigma]),
             weight=column([t.weight for t in terms], device),
             prompts=[sample.prompt for sample in [*samples, *seen.samples]],
-            given=self._given([*samples, *seen.samples], device),
+            conditional_frames=self._conditional_frames([*samples, *seen.samples], device),
             noise=drawn_normal(torch.cat(seeds).to(device), states),
             gain=column([step.gain for step in steps], device),
             std=column([step.std for step in steps], device),
@@ -204,11 +206,13 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
             data_rows=torch.tensor(seen.rows, dtype=torch.int64, device=device),
         )
 
-    def _given(self, samples: Sequence[Rollout], device: torch.device) -> GivenLatents | None:
-        if self.num_given[1] == 0:
+    def _conditional_frames(self, samples: Sequence[Rollout], device: torch.device) -> ConditionalFrames | None:
+        if self.num_conditional_frames[1] == 0:
             return None
         latents = torch.stack([sample.data for sample in samples if sample.data is not None])
-        return GivenLatents(latents, torch.tensor([sample.num_given for sample in samples], device=device))
+        return ConditionalFrames(
+            latents, torch.tensor([sample.num_conditional_frames for sample in samples], device=device)
+        )
 
     def loss(self, velocity: Tensor, batch: DdrlBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
         s, count = self.settings, len(batch.weight)

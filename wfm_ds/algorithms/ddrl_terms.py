@@ -31,7 +31,7 @@ def log_ratio(
     """log(pi / pi_old) of the transition X' = mu_old + std*noise, a mean over free elements: [B].
 
     velocity (with gradient), old_velocity and noise [B,C,h,w] or [B,C,T,h,w] float32; gain = d(mu)/d(velocity)/std and
-    std [B] of the transitions (EdmStep); free [B,1,T,1,1] is 0 on given frames, absent where all are free. With
+    std [B] of the transitions (EdmStep); free [B,1,T,1,1] is 0 on conditional frames, absent where all are free. With
     d = (mu - mu_old)/std = gain*(velocity - old_velocity) and q = mean((X' - mu)^2 - (X' - mu_old)^2):
 
         gaussian    -q/(2 std^2) = mean(noise*d - d^2/2), the same in any coordinates

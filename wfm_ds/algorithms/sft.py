@@ -74,14 +74,14 @@ def _share_below(algorithm: SftAlgorithm, shift: float, sigma: float) -> float:
     return (low + high) / 2
 
 
-def drawn_stages(bands: Sequence[Band], run_seed: int, step: int, num_micro_steps: int) -> list[int]:
+def drawn_experts(bands: Sequence[Band], run_seed: int, step: int, num_micro_steps: int) -> list[int]:
     """Which expert all ranks train in each micro-step of an optimizer step: on average over steps as often as its share
     of the density, in each of them as often up to rounding, in an order drawn for the step."""
     ends = list(itertools.accumulate(band.a_high - band.a_low for band in bands))
     offset = uniform(run_seed, "training_expert", step)
     order = keyed_permutation(num_micro_steps, run_seed, "training_expert_order", step)
     draws = [(place + offset) / num_micro_steps * ends[-1] for place in order]
-    return [next(stage for stage, end in enumerate(ends) if u < end) for u in draws]
+    return [next(expert for expert, end in enumerate(ends) if u < end) for u in draws]
 
 
 def training_sigmas(
@@ -160,24 +160,26 @@ def flow_loss(
     sigma: Tensor,
     weighting: str = "none",
     *,
-    given_mask: Tensor | None = None,
+    conditional_mask: Tensor | None = None,
 ) -> Tensor:
     """weight(sigma) * mean((velocity - (noise - clean_latents))^2) of each sample: [B], unreduced.
 
-    Latents and velocity [B,C,h,w] or [B,C,T,h,w] float32, sigma [B] float32. given_mask [B,1,T,1,1] float32 is 1 on
+    Latents and velocity [B,C,h,w] or [B,C,T,h,w] float32, sigma [B] float32. conditional_mask [B,1,T,1,1] float32: 1 on
     frames that were given to the network instead of predicted: the mean is over the others. ValueError for other
     shapes and dtypes.
     """
     require_latents(velocity=velocity, clean_latents=clean_latents, noise=noise)
     require_vectors(velocity, sigma=sigma)
     square_error = (velocity - (noise - clean_latents)).square()
-    if given_mask is not None and given_mask.shape != (len(velocity), 1, *velocity.shape[2:3], 1, 1):
-        raise ValueError(f"given_mask must be [B,1,T,1,1] for {list(velocity.shape)}, got {list(given_mask.shape)}")
-    free = None if given_mask is None else 1 - given_mask
+    if conditional_mask is not None and conditional_mask.shape != (len(velocity), 1, *velocity.shape[2:3], 1, 1):
+        raise ValueError(
+            f"conditional_mask must be [B,1,T,1,1] for {list(velocity.shape)}, got {list(conditional_mask.shape)}"
+        )
+    free = None if conditional_mask is None else 1 - conditional_mask
     return loss_weight(weighting, sigma) * sample_mean(square_error, free)
 
 
-def given_counts(algorithm: SftAlgorithm, draws: Sequence[float]) -> Tensor:
+def conditional_counts(algorithm: SftAlgorithm, draws: Sequence[float]) -> Tensor:
     """How many first latent frames of each sample are given: [B] int64, uniform over the recipe's range by its draw in
     [0, 1)."""
     low, high = algorithm.min_num_conditional_frames, algorithm.max_num_conditional_frames

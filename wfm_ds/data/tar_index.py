@@ -25,7 +25,7 @@ FORMAT = 2  # of the index files
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class IndexEntry:
     """One file in a tar: all before the first dot of its name is the key, all after it the field."""
 
     key: str
@@ -40,7 +40,7 @@ class TarIndex:
     """The members of one tar in their order. Not intact: damaged after the last of them."""
 
     version: tuple[str | int, ...]
-    members: list[Member]
+    members: list[IndexEntry]
     intact: bool
 
 
@@ -72,13 +72,13 @@ def read_stored(path: Path, version: tuple[str | int, ...]) -> TarIndex | None:
         return None
     if tuple(content["version"]) != version:
         return None
-    return TarIndex(version, [Member(**member) for member in content["members"]], content["intact"])
+    return TarIndex(version, [IndexEntry(**member) for member in content["members"]], content["intact"])
 
 
 def read_tar(address: str, version: tuple[str | int, ...]) -> TarIndex:
     """One pass over the headers, in which captions are read and media are leapt over."""
     fs, path = storage.filesystem(address)
-    members: list[Member] = []
+    members: list[IndexEntry] = []
     intact, size = True, int(version[1])
     with storage.answering(address), fs.open(path, "rb", block_size=BLOCK_BYTES, cache_type="readahead") as file:
         try:
@@ -101,7 +101,7 @@ def read_tar(address: str, version: tuple[str | int, ...]) -> TarIndex:
     return TarIndex(version, members, intact)
 
 
-def member_of(tar: tarfile.TarFile, info: tarfile.TarInfo) -> Member | None:
+def member_of(tar: tarfile.TarFile, info: tarfile.TarInfo) -> IndexEntry | None:
     """None for names that begin with a dot or have none."""
     folder, name = os.path.split(info.name.removeprefix("./"))
     stem, _, field = name.partition(".")
@@ -113,7 +113,7 @@ def member_of(tar: tarfile.TarFile, info: tarfile.TarInfo) -> Member | None:
         assert file is not None  # it is a regular file
         text = decoded(file.read())
     key = os.path.join(folder, stem).encode("utf-8", "backslashreplace").decode()  # names need not be UTF-8, ids must
-    return Member(key, field, info.offset_data, info.size, text)
+    return IndexEntry(key, field, info.offset_data, info.size, text)
 
 
 def decoded(content: bytes) -> str | None:

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from wfm_ds.data.samples import MEDIA_SUFFIXES, Sample, SampleSet, parse_caption
-from wfm_ds.data.tar_index import Member, TarIndex, tar_index
+from wfm_ds.data.tar_index import IndexEntry, TarIndex, tar_index
 from wfm_ds.errors import DataError
 from wfm_ds.storage import filesystem as storage
 from wfm_ds.types import Prompt
@@ -26,7 +26,7 @@ class TarMember:
 
     shard: str
     version: tuple[str | int, ...]  # of the tar
-    member: Member
+    member: IndexEntry
 
     @property
     def name(self) -> str:
@@ -76,7 +76,9 @@ class TarShards(SampleSet):
         if not index.intact:
             self.reject("shard", shard)
 
-    def _add(self, shard: str, prefix: str, index: TarIndex, key: str, members: list[Member], *, again: bool) -> None:
+    def _add(
+        self, shard: str, prefix: str, index: TarIndex, key: str, members: list[IndexEntry], *, again: bool
+    ) -> None:
         media = [member for member in members if f".{member.field}" in MEDIA_SUFFIXES]
         captions = {member.field: member.text for member in members if member.field in ("json", "txt")}
         name, sample_id = f"{shard}#{key}", f"{prefix}/{key}"

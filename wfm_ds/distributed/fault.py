@@ -15,7 +15,7 @@ NUM_NAMED = 8  # ranks in one sentence
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Fault:
     """Why the run ends. `ranks`: those to blame; `stuck`: they run, so that they can show where they are."""
 
     ranks: tuple[int, ...]
@@ -24,7 +24,7 @@ class Verdict:
 
 
 @dataclass(slots=True)
-class Member:
+class RankRecord:
     """A rank as it was last heard."""
 
     rank: int
@@ -50,11 +50,11 @@ class RollCall:
         between two looks counts as sleep of this process (the whole job was suspended), and against nobody."""
         self.size, self.silent_s, self.stuck_s, self.awake_s = size, silent_s, stuck_s, awake_s
         self.looked_at_s: float | None = None
-        self.members: dict[int, Member] = {}
+        self.members: dict[int, RankRecord] = {}
         self.ended_at_s: float | None = None  # the first that is gone or failed
 
     def joined(self, rank: int, where: str, now_s: float) -> None:
-        self.members[rank] = Member(rank, where, heard_at_s=now_s, moved_at_s=now_s)
+        self.members[rank] = RankRecord(rank, where, heard_at_s=now_s, moved_at_s=now_s)
 
     def beat(self, rank: int, moves: int, signs: int, doing: str, now_s: float) -> None:
         """moves: what tells ranks apart. signs: what only shows that it works."""
@@ -83,7 +83,7 @@ class RollCall:
     def _ended(self, now_s: float) -> None:
         self.ended_at_s = now_s if self.ended_at_s is None else self.ended_at_s
 
-    def verdict(self, now_s: float) -> Verdict | None:
+    def verdict(self, now_s: float) -> Fault | None:
         """None while all is well, and for SETTLE_S after a first failure."""
         self._forgive_sleep(now_s)
         for member in self._in_state("runs"):
@@ -108,12 +108,12 @@ class RollCall:
                 member.heard_at_s = min(now_s, member.heard_at_s + slept_s)
                 member.moved_at_s = min(now_s, member.moved_at_s + slept_s)
 
-    def _blame_ended(self) -> Verdict:
+    def _blame_ended(self) -> Fault:
         """Who is gone without a word outranks who failed, and who failed by itself outranks its victims."""
         gone = self._in_state("gone")
         if gone:
             words = " and ".join(dict.fromkeys(member.words for member in gone))
-            return Verdict(ranks(gone), f"{names(gone)} gone: {words}; last seen at {gone[0].doing}")
+            return Fault(ranks(gone), f"{names(gone)} gone: {words}; last seen at {gone[0].doing}")
         failed = self._in_state("failed")
         first = next((member for member in failed if not member.is_victim), failed[0])
         most = max(member.moves for member in failed)
@@ -121,14 +121,14 @@ class RollCall:
         if first.is_victim and behind:  # they did not come to what the others gave up
             least = min(member.moves for member in behind)
             last = [member for member in behind if member.moves == least]
-            return Verdict(
+            return Fault(
                 ranks(last),
                 f"{names(last)} missing: at {last[0].doing}, and {first.name()} failed waiting: {first.words}",
                 stuck=True,
             )
-        return Verdict((first.rank,), f"{first.name()} failed: {first.words}")
+        return Fault((first.rank,), f"{first.name()} failed: {first.words}")
 
-    def _blame_stuck(self, now_s: float) -> Verdict | None:
+    def _blame_stuck(self, now_s: float) -> Fault | None:
         running = self._in_state("runs")
         if len(running) < self.size or any(now_s - member.moved_at_s <= self.stuck_s for member in running):
             return None
@@ -137,17 +137,17 @@ class RollCall:
         still_s = now_s - max(member.moved_at_s for member in last)
         others = "all ranks are there" if len(last) == self.size else "the others are further and wait"
         text = f"{names(last)} stuck: no progress for {still_s:.0f} s at {last[0].doing}; {others}"
-        return Verdict(ranks(last), text, stuck=True)
+        return Fault(ranks(last), text, stuck=True)
 
-    def _in_state(self, state: str) -> list[Member]:
+    def _in_state(self, state: str) -> list[RankRecord]:
         return [self.members[rank] for rank in sorted(self.members) if self.members[rank].state == state]
 
 
-def ranks(members: Sequence[Member]) -> tuple[int, ...]:
+def ranks(members: Sequence[RankRecord]) -> tuple[int, ...]:
     return tuple(member.rank for member in members)
 
 
-def names(members: Sequence[Member]) -> str:
+def names(members: Sequence[RankRecord]) -> str:
     """`rank 1 (...) is`, or `rank 1 (...), rank 2 (...) are`."""
     listed = ", ".join(member.name() for member in members[:NUM_NAMED])
     more = f" and {len(members) - NUM_NAMED} more" if len(members) > NUM_NAMED else ""

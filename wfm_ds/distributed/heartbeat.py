@@ -27,7 +27,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from wfm_ds.distributed.fault import RollCall, Verdict
+from wfm_ds.distributed.fault import Fault, RollCall
 from wfm_ds.distributed.liveness import MOVES, Moves
 from wfm_ds.errors import UserError
 
@@ -226,7 +226,7 @@ class Heartbeat:
         self.rank, self.roll, self._moves, self._silent_s = rank, roll, moves, silent_s
         self._on_end, self._exit = on_end, exit_process
         self._stopping, self._decided, self._main_waits = threading.Event(), threading.Event(), threading.Event()
-        self._verdict: Verdict | None = None
+        self._verdict: Fault | None = None
         try:
             self._line = Line(socket.create_connection(address, timeout=CONNECT_S))
         except OSError as error:
@@ -250,7 +250,7 @@ class Heartbeat:
         if self.roll is not None:
             self.roll.stop()
 
-    def failed(self, words: str, *, is_victim: bool) -> Verdict | None:
+    def failed(self, words: str, *, is_victim: bool) -> Fault | None:
         """From the main thread, when it cannot go on: the verdict on the whole run; None if none comes in time.
 
         is_victim: an exchange with other ranks broke, so that another rank is likely to be the cause.
@@ -286,7 +286,7 @@ class Heartbeat:
             for message in messages:
                 if "verdict" in message:
                     blamed, text, stuck = message["verdict"]
-                    self._end(Verdict(tuple(blamed), str(text), bool(stuck)))
+                    self._end(Fault(tuple(blamed), str(text), bool(stuck)))
                     return
             if now_s - heard_at_s > self._silent_s:
                 self._end(self._without_rank_0(f"no sign of life for {now_s - heard_at_s:.0f} s"))
@@ -297,10 +297,10 @@ class Heartbeat:
         moves = self._moves
         self._line.send(beat=moves.count, signs=moves.signs, doing=moves.doing)
 
-    def _without_rank_0(self, words: str) -> Verdict:
-        return Verdict((0,), f"rank 0 ({self._address[0]}) is gone: {words}")
+    def _without_rank_0(self, words: str) -> Fault:
+        return Fault((0,), f"rank 0 ({self._address[0]}) is gone: {words}")
 
-    def _end(self, verdict: Verdict) -> None:
+    def _end(self, verdict: Fault) -> None:
         """Let the main thread end the process if it waits for that, else do it: it may hang for ever, and so may what
         on_end writes to."""
         last_resort = threading.Timer(EXIT_S + FLUSH_S, self._exit, (1,))

@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -25,10 +24,6 @@ ORPHANED = 77  # exit code of a rank whose launcher is gone
 PARENT_CHECK_S = 5.0
 USER_ERROR = 2
 END_WAIT_S = 15.0  # the launcher looks at its ranks every second, then ends them one after the other
-DEVICE_NODES = (
-    *("nvidia[0-9]*", "nvidiactl", "dxg", "kfd", "dri/renderD*"),  # dxg: CUDA under WSL; kfd: AMD
-    *("accel[0-9]*", "accel/*", "davinci*", "hl[0-9]*"),
-)
 
 
 class StopFlag:
@@ -194,27 +189,6 @@ def strip_launcher_args(argv: Sequence[str]) -> list[str]:
         else:
             kept.append(word)
     return kept
-
-
-def quieten_libraries() -> None:
-    """Hide what libraries say of their own affairs at each start; a user's own setting stays."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are meant
-
-
-def choose_accelerator() -> None:
-    """Without a CUDA device DeepSpeed is told to use the CPU; a user's own DS_ACCELERATOR stays."""
-    import torch
-
-    if "DS_ACCELERATOR" not in os.environ and not torch.cuda.is_available():
-        os.environ["DS_ACCELERATOR"] = "cpu"
-
-
-def accelerator_present(devices: Path = Path("/dev")) -> bool:
-    """Whether any device node of a GPU or another accelerator exists. Costs no import of torch."""
-    return any(next(devices.glob(pattern), None) is not None for pattern in DEVICE_NODES)
 
 
 def entry(program: Callable[[], int]) -> NoReturn:

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import TextIO
 
@@ -113,3 +114,11 @@ def _quiet(library: logging.Logger) -> None:
     library.handlers.clear()
     library.propagate = True
     library.setLevel(logging.WARNING)
+
+
+def quieten_libraries() -> None:
+    """Hide what libraries say of their own affairs at each start; a user's own setting stays."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are meant

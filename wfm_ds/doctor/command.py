@@ -36,7 +36,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_intermixed_args(argv)
-    from wfm_ds.distributed.lifecycle import choose_accelerator, quieten_libraries
+    from wfm_ds.distributed.accelerator import choose_accelerator
+    from wfm_ds.distributed.logs import quieten_libraries
 
     quieten_libraries()
     choose_accelerator()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from wfm_ds.distributed.lifecycle import accelerator_present
+from wfm_ds.distributed.accelerator import accelerator_present
 from wfm_ds.doctor.finding import Finding, Level
 from wfm_ds.errors import RecipeError
 from wfm_ds.run.estimate import GIB

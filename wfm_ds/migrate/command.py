@@ -19,7 +19,7 @@ from typing import Any
 from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.migrate.dropped import reason_for
 from wfm_ds.migrate.keys import ABSENT, FIXED, MISSPELT, MOVED, ROWS, WHOLE, Row
-from wfm_ds.migrate.values import DDRL, NFT, SFT, WFM_SFT, NoCounterpart, Source
+from wfm_ds.migrate.values import DDRL, NFT, SFT, WFM_SFT, CosmosConfig, NoCounterpart
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.tree import to_yaml
@@ -94,7 +94,7 @@ def migrate(config: Mapping[str, Any]) -> Migration:
     given, mended = mend(flatten(config))
     mode = mode_of(given)
     rows = [row for row in ROWS if mode in row.modes]
-    source = Source(mode, given, {row.theirs: row.default for row in rows if row.default is not ABSENT})
+    source = CosmosConfig(mode, given, {row.theirs: row.default for row in rows if row.default is not ABSENT})
     migration = Migration(mode, dict(FIXED[mode]), mended=mended, notes=source.notes)
     for row in rows:
         if row.theirs not in given and meant(row, source):
@@ -164,13 +164,13 @@ def mode_of(given: Mapping[str, Any]) -> str:
     raise RecipeError(f"{policy}.trainer_type is {trainer!r}: of RL for diffusers pipelines, diffusion_nft is known")
 
 
-def meant(row: Row, source: Source) -> bool:
+def meant(row: Row, source: CosmosConfig) -> bool:
     """Whether the default of a key that the configuration lacks says anything about this run."""
     is_of_lora = row.theirs.startswith("policy.lora.")
     return row.default is not ABSENT and (not is_of_lora or source.has_table("policy.lora"))
 
 
-def apply(row: Row, value: Any, source: Source, migration: Migration) -> None:
+def apply(row: Row, value: Any, source: CosmosConfig, migration: Migration) -> None:
     """Put what a row makes of the value into the recipe, or among what has no counterpart if it was written."""
     try:
         made = row.convert(value, source)

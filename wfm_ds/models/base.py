@@ -22,8 +22,8 @@ import transformers.utils.logging
 from torch import Tensor, nn
 
 from wfm_ds.errors import ModelError
-from wfm_ds.models import conditional_frames as given
 from wfm_ds.models import vae
+from wfm_ds.models.conditional_frames import KEYS
 from wfm_ds.models.fingerprint import fingerprint
 
 if TYPE_CHECKING:
@@ -216,20 +216,20 @@ class DiffusionModel(ABC):
         return np.ascontiguousarray(levels)
 
     @abstractmethod
-    def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, stage: int | None = None) -> Tensor:
+    def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
         """Velocity eps - x0, float32, in the shape of the latents; keeps the autograd graph.
 
-        latents [B,C,...] float32, sigma [B] float32 in (0, 1], conditioning as from encode_text with B rows. `stage` is
-        the expert of families that have several. Guidance is the caller's: this is one pass. ValueError for other
+        latents [B,C,...] float32, sigma [B] float32 in (0, 1], conditioning as from encode_text with B rows. `expert`:
+        which one, of families that have several. Guidance is the caller's: this is one pass. ValueError for other
         shapes, dtypes or keys, and, on the CPU only (elsewhere the check would wait for the device), other sigma.
         """
 
     @property
     def sigma_ranges(self) -> tuple[tuple[float, float], ...]:
-        """The noise levels [low, high) of each expert, by stage; the first one holds 1 too. One expert has them all."""
+        """The noise levels [low, high) of each expert, in their order, the first with 1. One expert has them all."""
         return ((0.0, 1.0),)
 
-    def stage_of(self, sigma: float) -> int:
+    def expert_of(self, sigma: float) -> int:
         """Which expert denoises at this noise level: the index into sigma_ranges. Loops know sigma on the host."""
         return next(i for i, (low, _) in enumerate(self.sigma_ranges) if sigma >= low)
 
@@ -242,7 +242,7 @@ class DiffusionModel(ABC):
             raise ValueError(f"sigma must be float32 [{count}], got {sigma.dtype} {list(sigma.shape)}")
         if sigma.device.type == "cpu" and not bool(((sigma > 0) & (sigma <= 1)).all()):
             raise ValueError(f"sigma must be above 0 and at most 1, got {sigma.tolist()}")
-        optional = given.KEYS if max(self.conditional_frames) else frozenset[str]()
+        optional = KEYS if max(self.conditional_frames) else frozenset[str]()
         if conditioning.keys() - optional != self.conditioning_keys:
             raise ValueError(f"conditioning must hold {sorted(self.conditioning_keys)}, got {sorted(conditioning)}")
         for name, tensor in conditioning.items():

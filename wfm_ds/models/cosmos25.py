@@ -16,14 +16,14 @@ from torch.nn import functional
 
 from wfm_ds.models import guardrail
 from wfm_ds.models.base import DiffusionModel
-from wfm_ds.models.conditional_frames import given_frames
+from wfm_ds.models.conditional_frames import frames_in
 from wfm_ds.models.fingerprint import fingerprint
 from wfm_ds.models.guardrail import Guardrail
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
-GIVEN_SIGMA = 1e-4  # the noise level that the network is told of given frames: conditional_frame_timestep
+CONDITIONAL_SIGMA = 1e-4  # the noise level that the network is told of conditional frames: conditional_frame_timestep
 
 
 class Cosmos25(DiffusionModel):
@@ -106,26 +106,26 @@ class Cosmos25(DiffusionModel):
         """As every family's; then the guardrail's post-processing, as in the stock pipeline."""
         return guardrail.guarded(self.pipeline.safety_checker, super().decode(latents))
 
-    def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, stage: int | None = None) -> Tensor:
+    def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
         self.check_denoise(latents, sigma, conditioning)
-        if latents.ndim != 5 or stage not in (None, 0):
+        if latents.ndim != 5 or expert not in (None, 0):
             raise ValueError(
-                f"cosmos25 takes latents [B,C,T,h,w] and has one stage, got {list(latents.shape)}, stage {stage}"
+                f"cosmos25 takes latents [B,C,T,h,w] and has one expert, got {list(latents.shape)}, expert {expert}"
             )
         count, _, num_frames, h, w = latents.shape
-        given = given_frames(conditioning)
-        mask = latents.new_zeros(count, 1, num_frames, 1, 1) if given is None else given.mask
-        seen = latents if given is None else given.enter(latents)
+        conditional_frames = frames_in(conditioning)
+        mask = latents.new_zeros(count, 1, num_frames, 1, 1) if conditional_frames is None else conditional_frames.mask
+        seen = latents if conditional_frames is None else conditional_frames.enter(latents)
         # Masks in the compute dtype: joined to the latents, a float32 one would make them float32.
         velocity: Tensor = self.denoiser(
             hidden_states=seen.to(self.dtype),
             condition_mask=mask.expand(-1, -1, -1, h, w).to(self.dtype),
-            timestep=mask * GIVEN_SIGMA + (1 - mask) * sigma.view(-1, 1, 1, 1, 1),  # float32 up to the sinusoid
+            timestep=mask * CONDITIONAL_SIGMA + (1 - mask) * sigma.view(-1, 1, 1, 1, 1),  # float32 up to the sinusoid
             encoder_hidden_states=conditioning["prompt_embeds"].to(self.dtype),
             padding_mask=latents.new_zeros(1, 1, h, w, dtype=self.dtype),
             return_dict=False,
         )[0].float()
-        return velocity if given is None else given.leave(velocity, latents, sigma)
+        return velocity if conditional_frames is None else conditional_frames.leave(velocity, latents, sigma)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
         """(C, (F - 1) / 4 + 1, H / 8, W / 8); patches limit the multiple, the config's max_size the size."""

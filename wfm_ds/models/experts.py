@@ -13,7 +13,7 @@ from torch import nn
 
 
 class Experts(nn.Module):
-    """Networks of one architecture by name, in the order of their stages; parameters are called NAME.PARAMETER.
+    """Networks of one architecture by name, in the order of their experts; parameters are called NAME.PARAMETER.
 
     Offers what an engine asks of a diffusers model, and does it to each of them.
     """
@@ -23,9 +23,9 @@ class Experts(nn.Module):
         for name, network in networks.items():
             self.add_module(name, network)
 
-    def forward(self, *args: Any, stage: int, **kwargs: Any) -> Any:
-        """The output of the expert of this stage for the other arguments."""
-        return self.networks[stage](*args, **kwargs)
+    def forward(self, *args: Any, expert: int, **kwargs: Any) -> Any:
+        """The output of this expert for the other arguments."""
+        return self.networks[expert](*args, **kwargs)
 
     @property
     def networks(self) -> list[Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from wfm_ds.models.base import DiffusionModel, NegativeText
-from wfm_ds.models.conditional_frames import with_given
+from wfm_ds.models.conditional_frames import with_conditional_frames
 from wfm_ds.models.text_cache import TextCache
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.sampling.denoise import Plan, Trajectory
@@ -21,13 +21,13 @@ from wfm_ds.sampling.plan import deterministic_plan
 from wfm_ds.types import Prompt
 
 if TYPE_CHECKING:
-    from wfm_ds.types import Conditioning, GivenLatents
+    from wfm_ds.types import ConditionalFrames, Conditioning
 
 
 class Velocity(Protocol):
     """One forward: DiffusionModel.denoise, or something that counts it too."""
 
-    def __call__(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, stage: int | None, /) -> Tensor: ...
+    def __call__(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None, /) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,19 +55,19 @@ class Sampler:
         plan: Plan,
         *,
         seeds: Sequence[int] | None = None,
-        given: GivenLatents | None = None,
+        conditional_frames: ConditionalFrames | None = None,
         shape: tuple[int, ...] | None = None,
         velocity: Velocity | None = None,
     ) -> Trajectory:
         """Denoise B samples as planned. noise_seeds: of the initial noise; seeds: of what the plan draws besides,
         unless they are the same. shape: of one sample's latents, unless latent_shape. velocity: the forward to use, if
         not the model's own."""
-        conditioning, contrast = self.conditionings(prompts, given)
+        conditioning, contrast = self.conditionings(prompts, conditional_frames)
 
         def predict(latents: Tensor, sigma: float) -> Tensor:
             sigma_B = torch.full((len(latents),), sigma, dtype=torch.float32, device=latents.device)
-            stage = self.model.stage_of(sigma)
-            return self.guided(velocity or self.model.denoise, latents, sigma_B, conditioning, contrast, stage)
+            expert = self.model.expert_of(sigma)
+            return self.guided(velocity or self.model.denoise, latents, sigma_B, conditioning, contrast, expert)
 
         noise = seeded_normal(noise_seeds, shape or self.latent_shape, self.model.device)
         return plan.run(predict, noise, noise_seeds if seeds is None else seeds)
@@ -79,33 +79,33 @@ class Sampler:
         sigma: Tensor,
         conditioning: Conditioning,
         contrast: Conditioning | None,
-        stage: int | None = None,
+        expert: int | None = None,
         *,
         contrast_velocity: Velocity | None = None,
     ) -> Tensor:
-        """`velocity`, guided by the scale of the expert `stage` away from `contrast` (see unconditional; None: not
+        """`velocity`, guided by the scale of `expert` away from `contrast` (see unconditional; None: not
         guided), whose forward may be another one; without it where that scale is 1. Gradient flows through the
         conditional half only."""
-        conditional = velocity(latents, sigma, conditioning, stage)
-        scale = self.settings.guidance_of(stage or 0)
+        conditional = velocity(latents, sigma, conditioning, expert)
+        scale = self.settings.guidance_of(expert or 0)
         if contrast is None or scale == 1:
             return conditional
         with torch.no_grad():
-            unconditional = (contrast_velocity or velocity)(latents, sigma, contrast, stage)
+            unconditional = (contrast_velocity or velocity)(latents, sigma, contrast, expert)
         return self.model.combine_guidance(conditional, unconditional, scale)
 
     def conditionings(
-        self, prompts: Sequence[Prompt], given: GivenLatents | None = None
+        self, prompts: Sequence[Prompt], conditional_frames: ConditionalFrames | None = None
     ) -> tuple[Conditioning, Conditioning | None]:
         """What the denoiser is told about these samples, and what guidance contrasts it with: see unconditional. Both
-        hold the given frames."""
+        hold the conditional frames."""
         conditioning = self.texts.encode([prompt.text for prompt in prompts])
         contrast = self.unconditional(prompts)
-        if given is None:
+        if conditional_frames is None:
             return conditioning, contrast
         if contrast is not None:
-            contrast = with_given(contrast, given.latents, given.counts)
-        return with_given(conditioning, given.latents, given.counts), contrast
+            contrast = with_conditional_frames(contrast, conditional_frames.latents, conditional_frames.counts)
+        return with_conditional_frames(conditioning, conditional_frames.latents, conditional_frames.counts), contrast
 
     def unconditional(self, prompts: Sequence[Prompt]) -> Conditioning | None:
         """What guidance contrasts each prompt with: its own negative text, else the recipe's, else the family's. None

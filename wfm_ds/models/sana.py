@@ -74,11 +74,11 @@ class Sana(DiffusionModel):
         )
         return {"prompt_embeds": embeds, "prompt_attention_mask": mask}
 
-    def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, stage: int | None = None) -> Tensor:
+    def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
         self.check_denoise(latents, sigma, conditioning)
-        if latents.ndim != 4 or stage not in (None, 0):
+        if latents.ndim != 4 or expert not in (None, 0):
             raise ValueError(
-                f"sana takes latents [B,C,h,w] and has one stage, got {list(latents.shape)}, stage {stage}"
+                f"sana takes latents [B,C,h,w] and has one expert, got {list(latents.shape)}, expert {expert}"
             )
         time = sigma * self.pipeline.scheduler.config.num_train_timesteps * self.config.timestep_scale
         return self.predict(latents, time, conditioning)

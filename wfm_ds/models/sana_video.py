@@ -1,4 +1,4 @@
-"""SANA video: SANA with a time axis, the latents of a video VAE, and an optional given first frame."""
+"""SANA video: SANA with a time axis, the latents of a video VAE, and an optional conditional first frame."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from diffusers.models.transformers.transformer_sana_video import SanaVideoTransf
 from torch import Tensor
 
 from wfm_ds.errors import ModelError
-from wfm_ds.models.conditional_frames import GivenFrames, given_frames
+from wfm_ds.models.conditional_frames import FramesInLatents, frames_in
 from wfm_ds.models.loading import read_json
 from wfm_ds.models.sana import STOCK_MULTIPLE, Sana
 
@@ -37,24 +37,26 @@ class SanaVideo(Sana):
                 "AutoencoderDC (it asks its config for factors that are not there); use one with the Wan or LTX-2 VAE"
             )
 
-    def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, stage: int | None = None) -> Tensor:
+    def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
         self.check_denoise(latents, sigma, conditioning)
-        if latents.ndim != 5 or stage not in (None, 0):
+        if latents.ndim != 5 or expert not in (None, 0):
             raise ValueError(
-                f"sana_video takes latents [B,C,T,h,w] and has one stage, got {list(latents.shape)}, stage {stage}"
+                f"sana_video takes latents [B,C,T,h,w] and has one expert, got {list(latents.shape)}, expert {expert}"
             )
         time = sigma * self.pipeline.scheduler.config.num_train_timesteps
-        given = given_frames(conditioning)
-        if given is None:
+        conditional_frames = frames_in(conditioning)
+        if conditional_frames is None:
             return self.predict(latents, time, conditioning)
-        velocity = self.predict(given.enter(latents), self.token_times(time, latents, given), conditioning)
-        return given.leave(velocity, latents, sigma)
+        velocity = self.predict(
+            conditional_frames.enter(latents), self.token_times(time, latents, conditional_frames), conditioning
+        )
+        return conditional_frames.leave(velocity, latents, sigma)
 
-    def token_times(self, time: Tensor, latents: Tensor, given: GivenFrames) -> Tensor:
-        """[B, 1, T, h, w] in patches: `time` [B] on free frames, 0 on given ones."""
+    def token_times(self, time: Tensor, latents: Tensor, conditional_frames: FramesInLatents) -> Tensor:
+        """[B, 1, T, h, w] in patches: `time` [B] on free frames, 0 on conditional ones."""
         count, _, *size = latents.shape
         frames, height, width = (n // patch for n, patch in zip(size, self.config.patch_size, strict=True))
-        noisy = 1 - given.mask[:, :, :: self.config.patch_size[0]]
+        noisy = 1 - conditional_frames.mask[:, :, :: self.config.patch_size[0]]
         return (time.view(-1, 1, 1, 1, 1) * noisy).expand(count, 1, frames, height, width)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:

@@ -51,10 +51,12 @@ class StableDiffusion3(DiffusionModel):
         )
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
-    def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, stage: int | None = None) -> Tensor:
+    def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
         self.check_denoise(latents, sigma, conditioning)
-        if latents.ndim != 4 or stage not in (None, 0):
-            raise ValueError(f"sd3 takes latents [B,C,h,w] and has one stage, got {list(latents.shape)}, stage {stage}")
+        if latents.ndim != 4 or expert not in (None, 0):
+            raise ValueError(
+                f"sd3 takes latents [B,C,h,w] and has one expert, got {list(latents.shape)}, expert {expert}"
+            )
         velocity: Tensor = self.denoiser(
             hidden_states=latents.to(self.dtype),
             timestep=sigma * self.pipeline.scheduler.config.num_train_timesteps,  # float32 up to the sinusoid

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models.base import DiffusionModel
-from wfm_ds.models.conditional_frames import given_frames
+from wfm_ds.models.conditional_frames import frames_in
 from wfm_ds.models.experts import Experts
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
-EXPERTS = ("transformer", "transformer_2")  # by stage: more noise first
+EXPERTS = ("transformer", "transformer_2")  # more noise first
 
 
 class Wan(DiffusionModel):
@@ -80,44 +80,44 @@ class Wan(DiffusionModel):
         )
         return {"prompt_embeds": embeds}
 
-    def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, stage: int | None = None) -> Tensor:
-        """With two experts all of sigma must be of one stage; without `stage` it is read from the device."""
+    def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
+        """With two experts all of sigma must be of one expert; without `expert` it is read from the device."""
         self.check_denoise(latents, sigma, conditioning)
         if latents.ndim != 5:
             raise ValueError(f"wan takes latents [B,C,T,h,w], got {list(latents.shape)}")
-        expert = self.checked_stage(sigma, stage)
-        frames = given_frames(conditioning)
+        expert = self.checked_expert(sigma, expert)
+        frames = frames_in(conditioning)
         visible = latents if frames is None else frames.enter(latents)
         velocity: Tensor = self.denoiser(
             hidden_states=visible.to(self.dtype),
             timestep=self.network_time(sigma, latents.shape, None if frames is None else frames.mask),
             encoder_hidden_states=conditioning["prompt_embeds"].to(self.dtype),
             return_dict=False,
-            **({} if self.boundary is None else {"stage": expert}),
+            **({} if self.boundary is None else {"expert": expert}),
         )[0].float()
         return velocity if frames is None else frames.leave(velocity, latents, sigma)
 
-    def checked_stage(self, sigma: Tensor, stage: int | None) -> int:
-        """The stage of all of sigma; ValueError if they have several, or another one than `stage` (looked at on the
+    def checked_expert(self, sigma: Tensor, expert: int | None) -> int:
+        """The expert of all of sigma; ValueError if they have several, or another one than `expert` (looked at on the
         CPU only, elsewhere it would wait for the device)."""
         count = len(self.sigma_ranges)
-        if stage is not None and not 0 <= stage < count:
-            raise ValueError(f"{self.path} has the stages 0 to {count - 1}, not {stage}")
-        if count == 1 or (stage is not None and sigma.device.type != "cpu"):
-            return stage or 0
-        found = {self.stage_of(level) for level in sigma.tolist()}
-        if found != {stage} and (stage is not None or len(found) > 1):
-            raise ValueError(f"one call serves one expert: sigma {sigma.tolist()} are of the stages {sorted(found)}")
+        if expert is not None and not 0 <= expert < count:
+            raise ValueError(f"{self.path} has the experts 0 to {count - 1}, not {expert}")
+        if count == 1 or (expert is not None and sigma.device.type != "cpu"):
+            return expert or 0
+        found = {self.expert_of(level) for level in sigma.tolist()}
+        if found != {expert} and (expert is not None or len(found) > 1):
+            raise ValueError(f"one call serves one expert: sigma {sigma.tolist()} are of the experts {sorted(found)}")
         return found.pop()
 
-    def network_time(self, sigma: Tensor, shape: Sequence[int], given_mask: Tensor | None) -> Tensor:
-        """[B] float32; one for each token, [B, tokens], where the model takes that: 0 on given frames."""
+    def network_time(self, sigma: Tensor, shape: Sequence[int], conditional_mask: Tensor | None) -> Tensor:
+        """[B] float32; one for each token, [B, tokens], where the model takes that: 0 on conditional frames."""
         time_B: Tensor = sigma * self.pipeline.scheduler.config.num_train_timesteps
         if not self.time_per_token:
             return time_B
         time_BT = time_B[:, None].expand(-1, shape[2])
-        if given_mask is not None:
-            time_BT = (1 - given_mask.view(len(sigma), -1)) * time_BT
+        if conditional_mask is not None:
+            time_BT = (1 - conditional_mask.view(len(sigma), -1)) * time_BT
         return time_BT.repeat_interleave(self.num_tokens(shape[1:]) // shape[2], dim=1)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:

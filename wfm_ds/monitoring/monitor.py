@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from wfm_ds.monitoring.progress import ConsoleProgress, LineProgress, Pace, open_console
-from wfm_ds.monitoring.samples import Sample, by_prompt, sample_animation, sample_grid, sample_table
+from wfm_ds.monitoring.samples import ShownSample, by_prompt, sample_animation, sample_grid, sample_table
 from wfm_ds.monitoring.videos import gif_bytes
 from wfm_ds.storage import atomic
 from wfm_ds.storage.atomic import finite_or_none
@@ -76,7 +76,7 @@ class Monitor:
             elif self._writer is not None:
                 self._writer.add_scalar(tag, value, step)
 
-    def samples(self, step: int, tag: str, samples: Sequence[Sample]) -> None:
+    def samples(self, step: int, tag: str, samples: Sequence[ShownSample]) -> None:
         """In TensorBoard: a grid of the samples, a row per prompt, and a table of prompts, seeds and rewards; of videos
         the grid has the first frames, and `<tag>/video` plays them."""
         if not self._open or self._writer is None or not samples:
@@ -140,7 +140,7 @@ def _open_tensorboard(folder: Path, resumed_at: int | None) -> Any:
     return SummaryWriter(str(folder), flush_secs=TENSORBOARD_FLUSH_S, purge_step=purge_step)
 
 
-def animation_summary(tag: str, samples: Sequence[Sample]) -> Any:
+def animation_summary(tag: str, samples: Sequence[ShownSample]) -> Any:
     """The samples in motion as an image summary: a browser plays a GIF there, TensorBoard has no page for videos."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 

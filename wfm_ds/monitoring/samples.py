@@ -25,7 +25,7 @@ MAX_ANIMATED_CELL, MAX_ANIMATED_FRAMES = 160, 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class ShownSample:
     """One generated image or video, with what it was asked to show and what it was worth."""
 
     prompt: str
@@ -46,7 +46,7 @@ class Sample:
         return len(self.frames) > 1
 
 
-def write_samples(folder: Path, samples: Sequence[Sample]) -> None:
+def write_samples(folder: Path, samples: Sequence[ShownSample]) -> None:
     """Write `0000.png` or `0000.mp4`, ... and `samples.jsonl`: a complete folder or none.
 
     A folder of that name is replaced. Raises ValueError if a sample is not uint8 [H,W,3] or [T,H,W,3], OSError if it
@@ -56,7 +56,7 @@ def write_samples(folder: Path, samples: Sequence[Sample]) -> None:
         write_table(making, [write_media(making, number, sample) for number, sample in enumerate(samples)])
 
 
-def write_media(folder: Path, number: int, sample: Sample) -> dict[str, Any]:
+def write_media(folder: Path, number: int, sample: ShownSample) -> dict[str, Any]:
     """Write the sample's file; its line of samples.jsonl: file, prompt, prompt_id, seed, fps of a video, rewards."""
     name = f"{number:04d}.{'mp4' if sample.moves else 'png'}"
     line: dict[str, Any] = {"file": name, "prompt": sample.prompt, "prompt_id": sample.prompt_id, "seed": sample.seed}
@@ -76,7 +76,7 @@ def write_table(folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     atomic.write_text(folder / TABLE, text)
 
 
-def by_prompt(samples: Sequence[Sample]) -> list[Sample]:
+def by_prompt(samples: Sequence[ShownSample]) -> list[ShownSample]:
     """The samples of a prompt beside each other, prompts in the order of their first sample."""
     first: dict[str, int] = {}
     for place, sample in enumerate(samples):
@@ -84,13 +84,13 @@ def by_prompt(samples: Sequence[Sample]) -> list[Sample]:
     return sorted(samples, key=lambda sample: first[sample.prompt_id])
 
 
-def sample_grid(samples: Sequence[Sample]) -> Picture:
+def sample_grid(samples: Sequence[ShownSample]) -> Picture:
     """[H,W,3] uint8: the first frames with their rewards below; a row per prompt if each has equally many samples, else
     a square."""
     return _grid(samples, [sample.frames[0] for sample in samples])
 
 
-def sample_animation(samples: Sequence[Sample]) -> tuple[Video, float]:
+def sample_animation(samples: Sequence[ShownSample]) -> tuple[Video, float]:
     """The grid in motion, and its frames per second, for a page: reduced cells, and of long videos every k-th frame.
 
     [T,H,W,3] uint8. A sample with fewer frames than others rests on its last one. Raises ValueError without an fps.
@@ -109,7 +109,7 @@ def _reduced(image: Picture) -> Picture:
     return image if factor == 1 else np.asarray(Image.fromarray(image).reduce(factor))
 
 
-def _grid(samples: Sequence[Sample], images: Sequence[Picture]) -> Picture:
+def _grid(samples: Sequence[ShownSample], images: Sequence[Picture]) -> Picture:
     per_prompt = _samples_per_prompt(samples)
     columns = per_prompt if per_prompt > 1 else max(1, round(len(samples) ** 0.5))
     scale = max(1, -(-MIN_CELL // min(min(image.shape[:2]) for image in images)))
@@ -118,7 +118,7 @@ def _grid(samples: Sequence[Sample], images: Sequence[Picture]) -> Picture:
     return pictures.grid(images, columns, scale=scale, labels=labels if any(labels) else None, row_titles=titles)
 
 
-def _samples_per_prompt(samples: Sequence[Sample]) -> int:
+def _samples_per_prompt(samples: Sequence[ShownSample]) -> int:
     """How many samples in a row share their prompt, if that is the same number for all; else 1."""
     runs: list[int] = []
     last = None
@@ -135,7 +135,7 @@ def _number(value: float | None) -> str:
     return "failed" if value is None else f"{value:.3g}"
 
 
-def sample_table(samples: Sequence[Sample]) -> str:
+def sample_table(samples: Sequence[ShownSample]) -> str:
     """Markdown: one line per sample, in the order of the grid."""
     names = list(dict.fromkeys(name for sample in samples for name in sample.rewards))
     lines = [["", "prompt", "seed", *names], ["---"] * (3 + len(names))]

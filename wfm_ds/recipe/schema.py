@@ -169,7 +169,7 @@ class Recipe(Section):
             )
         if (algorithm.data_beta or algorithm.max_num_conditional_frames) and self.data.kind == "prompts":
             raise ValueError(
-                "algorithm.data_beta and given frames (algorithm.max_num_conditional_frames) need media: set "
+                "algorithm.data_beta and conditional frames (algorithm.max_num_conditional_frames) need media: set "
                 "data.kind: paired"
             )
 

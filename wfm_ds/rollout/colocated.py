@@ -13,7 +13,7 @@ from wfm_ds.rollout.members import StepRollouts, rolled_out, step_members
 from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.rollout.scores import Scores, gather_scores, submit_pictures
 from wfm_ds.run.job import Job
-from wfm_ds.types import GivenLatents, Rollout, Score
+from wfm_ds.types import ConditionalFrames, Rollout, Score
 
 
 class ColocatedSource:
@@ -56,7 +56,7 @@ class ColocatedSource:
                     plan,
                     purpose="rollout",
                     seeds=[m.seed for m in part],
-                    given=given_latents([m.group for m in part]),
+                    conditional_frames=conditional_latents([m.group for m in part]),
                     shape=None if part[0].group.data is None else part[0].group.data.shape,  # one in an RL step
                 )
                 with job.timer("decode"):
@@ -71,9 +71,9 @@ class ColocatedSource:
         return [by_id[m.sample_id] for m in rollouts.members]
 
 
-def given_latents(groups: Sequence[Group]) -> GivenLatents | None:
+def conditional_latents(groups: Sequence[Group]) -> ConditionalFrames | None:
     """What samples of these groups are given; None if nothing."""
-    if not any(group.num_given for group in groups):
+    if not any(group.num_conditional_frames for group in groups):
         return None
     data = [group.data for group in groups if group.data is not None]
-    return GivenLatents(torch.stack(data), torch.tensor([group.num_given for group in groups]))
+    return ConditionalFrames(torch.stack(data), torch.tensor([group.num_conditional_frames for group in groups]))

@@ -46,11 +46,11 @@ class Generator:
             publication = self.weights.use(manifest)
             model, done = self.sampler.model, 0
 
-            def velocity(latents: Tensor, sigma: Tensor, conditioning: Conditioning, stage: int | None) -> Tensor:
+            def velocity(latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None) -> Tensor:
                 nonlocal done
                 done += 1
                 progress(done, done)
-                return model.denoise(latents, sigma, conditioning, stage)
+                return model.denoise(latents, sigma, conditioning, expert)
 
             members = work.members
             trajectory = self.sampler.generate(

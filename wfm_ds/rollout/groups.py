@@ -24,7 +24,7 @@ class Group:
 
     prompt: Prompt
     data: Tensor | None = None  # clean latents [C,...] float32 of its medium, where a sample of the group is
-    num_given: int = 0  # first latent frames of it that the samples are given
+    num_conditional_frames: int = 0  # first latent frames of it that the samples are given
 
 
 class GroupSource(Protocol):
@@ -73,12 +73,12 @@ class PairGroups:
         job: Job,
         source: BatchSource,
         encode: Callable[[Sequence[TrainingSample]], Tensor],
-        num_given: tuple[int, int] = (0, 0),
+        num_conditional_frames: tuple[int, int] = (0, 0),
     ) -> None:
-        """encode: clean latents [B, ...] float32 of samples, collective. num_given: the smallest and the largest number
-        of latent frames that a group is given."""
+        """encode: clean latents [B, ...] float32 of samples, collective. num_conditional_frames: the
+        smallest and the largest number of latent frames that a group is given."""
         assert job.recipe.rollout is not None
-        self.job, self.source, self.encode, self.num_given = job, source, encode, num_given
+        self.job, self.source, self.encode, self.num_conditional_frames = job, source, encode, num_conditional_frames
         self.num_groups, size = job.recipe.rollout.prompts_per_step, job.recipe.rollout.group_size
         first = job.world.dp_rank * job.derived.samples_per_rank
         self.mine = range(first // size, (first + job.derived.samples_per_rank - 1) // size + 1)
@@ -94,11 +94,12 @@ class PairGroups:
         captions = [[g, pack_prompt(m.prompt)] for g, m in zip(self.mine, media, strict=True)]
         prompts = {g: unpack_prompt(packed) for part in job.world.replica_gather(captions) for g, packed in part}
         return [
-            Group(prompt=prompts[g], data=data.get(g), num_given=self._drawn(step, g)) for g in range(self.num_groups)
+            Group(prompt=prompts[g], data=data.get(g), num_conditional_frames=self._drawn(step, g))
+            for g in range(self.num_groups)
         ]
 
     def _drawn(self, step: int, group: int) -> int:
-        low, high = self.num_given
+        low, high = self.num_conditional_frames
         return low + derive_seed(self.job.recipe.run.seed, "given_frames", step, group) % (high - low + 1)
 
     def stats(self) -> dict[str, float]:

@@ -16,7 +16,7 @@ from wfm_ds.types import Prompt, Rollout, Transition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class RolloutSample:
     """One sample to generate; its place and seed follow from (run seed, step, group, member), not from the rank."""
 
     sample_id: str
@@ -32,7 +32,7 @@ class Member:
 
 def step_members(
     groups: Sequence[Group], *, group_size: int, step: int, run_seed: int, same_noise: bool = False
-) -> list[Member]:
+) -> list[RolloutSample]:
     """All samples of one RL step: group g holds `group_size` consecutive ones, which start from the same noise if the
     recipe says so."""
     members = []
@@ -42,7 +42,7 @@ def step_members(
         for k in range(group_size):
             seed = derive_seed(run_seed, "init_noise", step, g, k)
             members.append(
-                Member(
+                RolloutSample(
                     sample_id=f"{group_id}/{k}",
                     group_id=group_id,
                     group=group,
@@ -57,13 +57,13 @@ def step_members(
 class StepRollouts:
     """The samples of one RL step: those of this rank's replica, and who is in which group on all ranks."""
 
-    members: Sequence[Member]  # of all ranks
+    members: Sequence[RolloutSample]  # of all ranks
     mine: Sequence[Rollout]  # equally many on every replica, a contiguous part of members
     first: int  # index of mine[0] among members
     broken: Scores  # named failures of this rank's samples whose latents are not finite
 
 
-def rolled_out(member: Member, trajectory: Trajectory, row: int, *, broken: bool) -> Rollout:
+def rolled_out(member: RolloutSample, trajectory: Trajectory, row: int, *, broken: bool) -> Rollout:
     """What is kept of one sample of a chunk."""
     keep = finite if broken else torch.Tensor.detach
     return Rollout(
@@ -76,7 +76,7 @@ def rolled_out(member: Member, trajectory: Trajectory, row: int, *, broken: bool
         transitions=transitions(trajectory, row, broken=broken),
         states={k: keep(states[row]) for k, states in trajectory.states.items()},
         data=member.group.data,
-        num_given=member.group.num_given,
+        num_conditional_frames=member.group.num_conditional_frames,
     )
 
 

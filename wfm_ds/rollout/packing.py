@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wfm_ds.data.replica import pack_prompt, unpack_prompt
 from wfm_ds.rollout.groups import Group
-from wfm_ds.rollout.members import Member, finite
+from wfm_ds.rollout.members import RolloutSample, finite
 from wfm_ds.sampling.denoise import FlowPlan, StoredStep, Trajectory
 from wfm_ds.types import Rollout, Transition
 
@@ -25,7 +25,7 @@ class ChunkWork:
     """What a worker is asked for: these members of one group, denoised as RL step `step` says."""
 
     step: int
-    members: Sequence[Member]
+    members: Sequence[RolloutSample]
 
     def to_json(self) -> dict[str, Any]:
         first = self.members[0]
@@ -41,7 +41,7 @@ class ChunkWork:
         """What `to_json` gave. Raises KeyError, TypeError or ValueError for anything else."""
         group = Group(prompt=unpack_prompt(row["prompt"]))
         members = [
-            Member(sample_id=sample_id, group_id=row["group"], group=group, seed=seed, noise_seed=noise_seed)
+            RolloutSample(sample_id=sample_id, group_id=row["group"], group=group, seed=seed, noise_seed=noise_seed)
             for sample_id, seed, noise_seed in row["members"]
         ]
         return cls(int(row["step"]), members)
@@ -98,7 +98,7 @@ def require_stored(found: Trajectory, count: int, plan: FlowPlan, shape: Sequenc
             raise ValueError(f"its {name} are {list(tensor.shape)} {tensor.dtype}, not {list(size)} float32")
 
 
-def nothing(member: Member, plan: FlowPlan, shape: Sequence[int], device: torch.device) -> Rollout:
+def nothing(member: RolloutSample, plan: FlowPlan, shape: Sequence[int], device: torch.device) -> Rollout:
     """In place of a sample that could not be made: zeros that keep ranks equal. It has no reward, so weight 0."""
     zeros, zero = torch.zeros(tuple(shape), device=device), torch.zeros((), device=device)
     mean = zeros if plan.keep_means else None

@@ -24,7 +24,7 @@ from wfm_ds.rollout import KIND
 from wfm_ds.rollout.coordinator import Chunk, Closed, Coordinator
 from wfm_ds.rollout.groups import GroupSource
 from wfm_ds.rollout.identity import identity
-from wfm_ds.rollout.members import Member, StepRollouts, rolled_out, step_members
+from wfm_ds.rollout.members import RolloutSample, StepRollouts, rolled_out, step_members
 from wfm_ds.rollout.packing import ChunkWork, nothing, require_stored, unpack_trajectory
 from wfm_ds.rollout.publisher import Publisher, remove_publications
 from wfm_ds.rollout.scores import unpack_scores
@@ -177,7 +177,7 @@ class AsyncSource:
         return arrays
 
     def _rollouts(
-        self, chunk: _Planned, arrays: _Arrays | None, members: Sequence[Member], rows: range, step: int
+        self, chunk: _Planned, arrays: _Arrays | None, members: Sequence[RolloutSample], rows: range, step: int
     ) -> list[Rollout]:
         """These rows of the step on every rank of the replica, whose leader alone has the chunk's arrays: the hub sends
         them once, and the ranks have the faster network. Collective in the replica."""
@@ -190,7 +190,7 @@ class AsyncSource:
         trajectory = unpack_trajectory(chunk.layout, found)
         return [rolled_out(members[i], trajectory, i - chunk.first, broken=False) for i in rows]
 
-    def _all_scores(self, planned: Sequence[_Planned], members: Sequence[Member]) -> dict[str, dict[str, Score]]:
+    def _all_scores(self, planned: Sequence[_Planned], members: Sequence[RolloutSample]) -> dict[str, dict[str, Score]]:
         assert self.job.recipe.reward is not None
         names = [function.name for function in self.job.recipe.reward.functions]
         scores: dict[str, dict[str, Score]] = {}
@@ -222,7 +222,7 @@ class _Lead:
         self.hub: Hub = service.hub
         self.life = life
         self._coordinator: Coordinator | None = None
-        self._members: dict[int, list[Member]] = {}  # of admitted steps
+        self._members: dict[int, list[RolloutSample]] = {}  # of admitted steps
         self._results: dict[str, Mapping[str, Any]] = {}  # meta by task id
         self._finished_at_s = self.client.now_s()
 
@@ -332,7 +332,7 @@ class _Lead:
             self._submit(tasks[:half])
             self._submit(tasks[half:])
 
-    def _chunk_members(self, chunk: Chunk) -> list[Member]:
+    def _chunk_members(self, chunk: Chunk) -> list[RolloutSample]:
         recipe = self.job.recipe
         assert recipe.rollout is not None
         if chunk.step not in self._members:

@@ -82,7 +82,7 @@ def _name(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from wfm_ds.distributed.lifecycle import quieten_libraries
+    from wfm_ds.distributed.logs import quieten_libraries
     from wfm_ds.recipe import file as recipe_file
 
     args = parser().parse_intermixed_args(argv)

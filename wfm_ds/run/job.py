@@ -32,7 +32,7 @@ from wfm_ds.types import Prompt
 if TYPE_CHECKING:
     from wfm_ds.data.pixels import Framing
     from wfm_ds.data.samples import Media
-    from wfm_ds.types import Conditioning, GivenLatents
+    from wfm_ds.types import ConditionalFrames, Conditioning
 
 log = logging.getLogger(__name__)
 
@@ -73,16 +73,16 @@ class Job:
         return "ema" if self.recipe.ema is not None else "train"
 
     def velocity(
-        self, purpose: str, latents: Tensor, sigma: Tensor, conditioning: Conditioning, stage: int | None = None
+        self, purpose: str, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None
     ) -> Tensor:
-        """One counted denoiser forward under the engine's active policy: float32, shape of the latents. `stage`: the
+        """One counted denoiser forward under the engine's active policy: float32, shape of the latents. `expert`: the
         expert that all of sigma belong to."""
         self.forwards[purpose] += 1
         # Height and width are a replica's own where media have several sizes.
         shape = latents.shape if self.recipe.data.buckets is None else latents.shape[:-2]
-        what = (self.engine.active, torch.is_grad_enabled(), tuple(shape), stage)
+        what = (self.engine.active, torch.is_grad_enabled(), tuple(shape), expert)
         self.engine.guard_check(*what, inputs=(latents, sigma, *conditioning.values()))
-        return self.model.denoise(latents, sigma, conditioning, stage)
+        return self.model.denoise(latents, sigma, conditioning, expert)
 
     def guided_velocity(
         self,
@@ -91,7 +91,7 @@ class Job:
         sigma: Tensor,
         conditioning: Conditioning,
         contrast: Conditioning | None,
-        stage: int | None = None,
+        expert: int | None = None,
         *,
         contrast_purpose: str = "uncond",
     ) -> Tensor:
@@ -102,7 +102,7 @@ class Job:
             sigma,
             conditioning,
             contrast,
-            stage,
+            expert,
             contrast_velocity=partial(self.velocity, contrast_purpose),
         )
 
@@ -114,20 +114,26 @@ class Job:
         *,
         purpose: str,
         seeds: Sequence[int] | None = None,
-        given: GivenLatents | None = None,
+        conditional_frames: ConditionalFrames | None = None,
         shape: tuple[int, ...] | None = None,
     ) -> Trajectory:
         """Denoise B samples as planned, under the engine's active policy (Sampler.generate)."""
         velocity = partial(self.velocity, purpose)
         return self.sampler.generate(
-            prompts, noise_seeds, plan, seeds=seeds, given=given, shape=shape, velocity=velocity
+            prompts,
+            noise_seeds,
+            plan,
+            seeds=seeds,
+            conditional_frames=conditional_frames,
+            shape=shape,
+            velocity=velocity,
         )
 
     def conditionings(
-        self, prompts: Sequence[Prompt], given: GivenLatents | None = None
+        self, prompts: Sequence[Prompt], conditional_frames: ConditionalFrames | None = None
     ) -> tuple[Conditioning, Conditioning | None]:
         """What the denoiser is told about these samples, and what guidance contrasts with it (Sampler)."""
-        return self.sampler.conditionings(prompts, given)
+        return self.sampler.conditionings(prompts, conditional_frames)
 
     def media(self, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
         """uint8 [B,H,W,3] or [B,T,H,W,3] of these latents, and whether each was finite (Sampler.media). Only leaders

@@ -46,7 +46,7 @@ def load_model(recipe: Recipe, device: torch.device, *, placed: bool = False) ->
     if recipe.is_rl:
         build_rl(recipe, rollout_grid)  # raises what depends on the family's grid
     if recipe.algorithm.name == "sft":
-        check_given_frames(recipe.algorithm, model, shape)
+        check_conditional_frames(recipe.algorithm, model, shape)
         if recipe.algorithm.flow_shift is None:
             _ = model.flow_shift  # raises where the scheduler has none
     sizes = buckets_of(recipe, model).sizes  # raises for those that the family has not
@@ -55,7 +55,7 @@ def load_model(recipe: Recipe, device: torch.device, *, placed: bool = False) ->
     elif size.guidance_scale_low is not None:
         raise RecipeError(f"sampling.guidance_scale_low: {model.path} has no second expert; remove the key")
     if isinstance(recipe.algorithm, DdrlAlgorithm):
-        check_given_frames(recipe.algorithm, model, shape)
+        check_conditional_frames(recipe.algorithm, model, shape)
         check_data_levels(recipe.algorithm, model)
     if recipe.engine.sequence_parallel > 1:
         check_shareable(model.denoiser, recipe.engine.sequence_parallel)
@@ -80,8 +80,10 @@ def check_sizes_shared(recipe: Recipe, model: DiffusionModel, sizes: Sequence[Si
             raise RecipeError(f"{whose}: the size [{height}, {width}] cannot be shared among ranks: {error}") from error
 
 
-def check_given_frames(algorithm: SftAlgorithm | DdrlAlgorithm, model: DiffusionModel, shape: Sequence[int]) -> None:
-    """RecipeError for numbers of given frames that the family does not know, or that leave nothing to predict."""
+def check_conditional_frames(
+    algorithm: SftAlgorithm | DdrlAlgorithm, model: DiffusionModel, shape: Sequence[int]
+) -> None:
+    """RecipeError for numbers of conditional frames that the family does not know, or that leave nothing to predict."""
     low, high = algorithm.min_num_conditional_frames, algorithm.max_num_conditional_frames
     unknown = sorted(set(range(low, high + 1)) - set(model.conditional_frames))
     if unknown:

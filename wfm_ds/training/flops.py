@@ -31,7 +31,7 @@ class Flops:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class ForwardWork:
     """FLOPs of some forwards."""
 
     forward: int
@@ -113,12 +113,12 @@ def on_meta(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def work_of(forwards: Mapping[str, Forwards], flops: Flops) -> dict[str, Work]:
+def work_of(forwards: Mapping[str, Forwards], flops: Flops) -> dict[str, ForwardWork]:
     """FLOPs by purpose. Only `policy` is differentiated."""
     work = {}
     for purpose, f in forwards.items():
         with_adapters = f.samples - f.without_adapters
         forward = with_adapters * flops.forward + f.without_adapters * flops.forward_without_adapters
         trained = f.samples if purpose == "policy" else 0
-        work[purpose] = Work(forward, trained * flops.backward, trained * flops.recompute)
+        work[purpose] = ForwardWork(forward, trained * flops.backward, trained * flops.recompute)
     return work

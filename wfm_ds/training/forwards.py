@@ -164,9 +164,9 @@ def evaluation(
     return {"validation": sampled + measured}
 
 
-def guided_by(recipe: Recipe, stage_of: Callable[[float], int] = lambda sigma: 0) -> Guided:
-    """Where the recipe's guidance runs, by noise level. `stage_of`: the expert there (DiffusionModel.stage_of)."""
-    return lambda sigma: recipe.sampling.guidance_of(stage_of(sigma)) != 1
+def guided_by(recipe: Recipe, expert_of: Callable[[float], int] = lambda sigma: 0) -> Guided:
+    """Where the recipe's guidance runs, by noise level. `expert_of`: the expert there (DiffusionModel.expert_of)."""
+    return lambda sigma: recipe.sampling.guidance_of(expert_of(sigma)) != 1
 
 
 def part_of(forwards: Forwards, share: float) -> Forwards:

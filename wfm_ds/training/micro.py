@@ -14,7 +14,7 @@ import torch
 
 from wfm_ds.algorithms.batch import Term, TermBatch
 from wfm_ds.chunks import chunks
-from wfm_ds.types import GivenLatents
+from wfm_ds.types import ConditionalFrames
 
 TermT = TypeVar("TermT", bound=Term)
 
@@ -24,11 +24,11 @@ class MicroBatch:
     """Terms of one forward and backward; `batch` is of the algorithm's own class."""
 
     batch: Any
-    stage: int  # the expert that denoises at all of its noise levels
+    expert: int  # the expert that denoises at all of its noise levels
 
     @classmethod
     def joined(cls, micros: Sequence[MicroBatch]) -> MicroBatch:
-        """One batch for a forward of all of these, of one stage; what only a loss needs is left behind."""
+        """One batch for a forward of all of these, of one expert; what only a loss needs is left behind."""
         if len(micros) == 1:
             return micros[0]
         batches = [m.batch for m in micros]
@@ -37,12 +37,12 @@ class MicroBatch:
             sigma=torch.cat([b.sigma for b in batches]),
             weight=torch.cat([b.weight for b in batches]),
             prompts=[prompt for b in batches for prompt in b.prompts],
-            given=joined_given([b.given for b in batches]),
+            conditional_frames=joined_frames([b.conditional_frames for b in batches]),
         )
-        return cls(whole, micros[0].stage)
+        return cls(whole, micros[0].expert)
 
     def for_references(self) -> MicroBatch:
-        return MicroBatch(self.batch.for_references(), self.stage)
+        return MicroBatch(self.batch.for_references(), self.expert)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,66 +50,66 @@ class MicroBatches(Generic[TermT]):
     """The micro-batches of an optimizer step, each assembled when its turn comes: all noised videos at once would fill
     a device. Iterating again assembles the same again, for every draw has a key."""
 
-    parts: Sequence[tuple[Sequence[TermT], int]]  # terms and their stage
+    parts: Sequence[tuple[Sequence[TermT], int]]  # terms and their expert
     assemble: Callable[[Sequence[TermT]], Any]
 
     def __len__(self) -> int:
         return len(self.parts)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        for part, stage in self.parts:
-            yield MicroBatch(self.assemble(part), stage)
+        for part, expert in self.parts:
+            yield MicroBatch(self.assemble(part), expert)
 
 
-def joined_given(parts: Sequence[GivenLatents | None]) -> GivenLatents | None:
-    """Of batches that either all have given frames or none has."""
+def joined_frames(parts: Sequence[ConditionalFrames | None]) -> ConditionalFrames | None:
+    """Of batches that either all have conditional frames or none has."""
     known = [part for part in parts if part is not None]
     if not known:
         return None
-    return GivenLatents(torch.cat([part.latents for part in known]), torch.cat([part.counts for part in known]))
+    return ConditionalFrames(torch.cat([part.latents for part in known]), torch.cat([part.counts for part in known]))
 
 
 def level(
     terms: Sequence[TermT],
-    stage_of: Callable[[float], int],
-    num_stages: int,
+    expert_of: Callable[[float], int],
+    num_experts: int,
     maxima: Callable[[dict[str, float]], dict[str, float]],
 ) -> list[TermT]:
-    """Terms of weight 1 in their order, and so many of weight 0 that all ranks have equally many of each stage.
+    """Terms of weight 1 in their order, and so many of weight 0 that all ranks have equally many of each expert.
 
     `terms`: this rank's, not empty. `maxima`: over ranks, collective. Where no rank has a term of weight 1, one of
     weight 0 is left: the optimizer step that will be skipped.
     """
-    by_stage = [[t for t in terms if stage_of(t.sigma) == stage] for stage in range(num_stages)]
-    live = [[t for t in of_stage if t.weight > 0] for of_stage in by_stage]
-    highest = {f"sigma {stage}": max((t.sigma for t in ts), default=0.0) for stage, ts in enumerate(by_stage)}
-    agreed = maxima({f"count {stage}": float(len(ts)) for stage, ts in enumerate(live)} | highest)
-    needed = [int(agreed[f"count {stage}"]) for stage in range(num_stages)]
+    by_expert = [[t for t in terms if expert_of(t.sigma) == expert] for expert in range(num_experts)]
+    live = [[t for t in of_stage if t.weight > 0] for of_stage in by_expert]
+    highest = {f"sigma {expert}": max((t.sigma for t in ts), default=0.0) for expert, ts in enumerate(by_expert)}
+    agreed = maxima({f"count {expert}": float(len(ts)) for expert, ts in enumerate(live)} | highest)
+    needed = [int(agreed[f"count {expert}"]) for expert in range(num_experts)]
     if not any(needed):
-        needed[next(stage for stage in range(num_stages) if agreed[f"sigma {stage}"] > 0)] = 1
+        needed[next(expert for expert in range(num_experts) if agreed[f"sigma {expert}"] > 0)] = 1
     levelled: list[TermT] = []
-    for stage, count in enumerate(needed):
-        # A rank without a term of this stage asks about another one's latents at a sigma of the stage, for no weight.
-        fillers = by_stage[stage] or [dataclasses.replace(terms[0], sigma=agreed[f"sigma {stage}"])]
+    for expert, count in enumerate(needed):
+        # A rank without a term of this expert asks about another one's latents at a sigma of the expert, for no weight.
+        fillers = by_expert[expert] or [dataclasses.replace(terms[0], sigma=agreed[f"sigma {expert}"])]
         unused = [dataclasses.replace(t, weight=0.0) for t in sorted(fillers, key=lambda t: t.weight)]
-        levelled += [*live[stage], *itertools.islice(itertools.cycle(unused), count - len(live[stage]))]
+        levelled += [*live[expert], *itertools.islice(itertools.cycle(unused), count - len(live[expert]))]
     return levelled
 
 
-def cut(terms: Sequence[TermT], size: int, stage_of: Callable[[float], int]) -> list[tuple[Sequence[TermT], int]]:
-    """Micro-batches of at most `size` terms of one stage, in the order of stages, with their stage."""
-    by_stage: dict[int, list[TermT]] = defaultdict(list)
+def cut(terms: Sequence[TermT], size: int, expert_of: Callable[[float], int]) -> list[tuple[Sequence[TermT], int]]:
+    """Micro-batches of at most `size` terms of one expert, in the order of experts, with their expert."""
+    by_expert: dict[int, list[TermT]] = defaultdict(list)
     for term in terms:
-        by_stage[stage_of(term.sigma)].append(term)
-    return [(part, stage) for stage in sorted(by_stage) for part in chunks(by_stage[stage], size)]
+        by_expert[expert_of(term.sigma)].append(term)
+    return [(part, expert) for expert in sorted(by_expert) for part in chunks(by_expert[expert], size)]
 
 
 def folded(micros: Iterable[MicroBatch], max_terms: int) -> Iterator[list[MicroBatch]]:
-    """Neighbours of one stage, as many as have at most `max_terms` terms together; a larger one stays alone."""
+    """Neighbours of one expert, as many as have at most `max_terms` terms together; a larger one stays alone."""
     group: list[MicroBatch] = []
     for micro in micros:
         count = sum(len(m.batch.sigma) for m in [*group, micro])
-        if group and (count > max_terms or micro.stage != group[0].stage):
+        if group and (count > max_terms or micro.expert != group[0].expert):
             yield group
             group = []
         group.append(micro)

@@ -177,13 +177,13 @@ class RlTrainer:
     def levelled(self, terms: Sequence[Term]) -> list[Term]:
         """The terms that train, and as many others as make all ranks run the same forwards; collective."""
         model = self.job.model
-        return level(terms, model.stage_of, len(model.sigma_ranges), self.job.world.maxima)
+        return level(terms, model.expert_of, len(model.sigma_ranges), self.job.world.maxima)
 
     def micro_batches(self, terms: Sequence[Term], rollouts: StepRollouts) -> MicroBatches[Term]:
-        """The terms in the order of their forwards: at most engine.micro_batch_size in each, all of one stage."""
+        """The terms in the order of their forwards: at most engine.micro_batch_size in each, all of one expert."""
         job = self.job
         return MicroBatches(
-            cut(terms, job.recipe.engine.micro_batch_size, job.model.stage_of),
+            cut(terms, job.recipe.engine.micro_batch_size, job.model.expert_of),
             lambda part: self.algorithm.assemble(part, rollouts.mine, job.world.device),
         )
 
@@ -214,8 +214,8 @@ class RlTrainer:
     def velocity(self, purpose: str, micro: MicroBatch) -> Tensor:
         """The prediction that the rollout sampled with, guided like it."""
         job, batch = self.job, micro.batch
-        conditioning, contrast = job.conditionings(batch.prompts, batch.given)
-        return job.guided_velocity(purpose, batch.latents, batch.sigma, conditioning, contrast, micro.stage)
+        conditioning, contrast = job.conditionings(batch.prompts, batch.conditional_frames)
+        return job.guided_velocity(purpose, batch.latents, batch.sigma, conditioning, contrast, micro.expert)
 
     def move_policies(self) -> dict[str, float]:
         """The copies that follow the trained weights, at the end of an RL step."""

@@ -12,10 +12,10 @@ from torch import Tensor
 from wfm_ds.algorithms.sft import (
     NUM_BUCKETS,
     bucket_of,
+    conditional_counts,
     density_bands,
-    drawn_stages,
+    drawn_experts,
     flow_loss,
-    given_counts,
     training_sigmas,
     validation_sigmas,
 )
@@ -26,7 +26,7 @@ from wfm_ds.data.pixels import Framing, centre
 from wfm_ds.data.replica import read_once
 from wfm_ds.data.samples import Sample
 from wfm_ds.models.base import NegativeText
-from wfm_ds.models.conditional_frames import MASK, with_given
+from wfm_ds.models.conditional_frames import MASK, with_conditional_frames
 from wfm_ds.monitoring.meter import Meter
 from wfm_ds.recipe.algorithms import SftAlgorithm
 from wfm_ds.run.job import Job
@@ -95,10 +95,10 @@ class SftTrainer:
         engine = self.job.engine
         micros = chunks(samples, self.job.recipe.engine.micro_batch_size)
         # The same experts on all ranks: each of their collectives needs all of them.
-        stages = drawn_stages(self.bands, self.job.recipe.run.seed, self.step, self.job.derived.accumulation)
-        engine.expect(len(stages))
-        for stage, micro in zip(stages, micros, strict=True):
-            loss_B, sigma_B = self.loss(micro, stage)
+        experts = drawn_experts(self.bands, self.job.recipe.run.seed, self.step, self.job.derived.accumulation)
+        engine.expect(len(experts))
+        for expert, micro in zip(experts, micros, strict=True):
+            loss_B, sigma_B = self.loss(micro, expert)
             engine.backward(loss_B.sum(), num_terms=self.job.derived.samples_per_step)
             self.meter.add({"sft/loss": loss_B.detach()}, torch.ones_like(loss_B))
             for name, mask_B in loss_buckets("sft", sigma_B, self.shift).items():
@@ -109,7 +109,7 @@ class SftTrainer:
             engine.update_ema()
         return self.meter.collect(self.job.world) | engine_metrics(self.job, result)
 
-    def loss(self, samples: Sequence[TrainingSample], stage: int) -> tuple[Tensor, Tensor]:
+    def loss(self, samples: Sequence[TrainingSample], expert: int) -> tuple[Tensor, Tensor]:
         """Losses and noise levels, all of one expert, of these samples, both [B]; with gradient."""
         job, seed = self.job, self.job.recipe.run.seed
         positions = [sample.position for sample in samples]
@@ -121,14 +121,14 @@ class SftTrainer:
             run_seed=seed,
             positions=positions,
             global_batch=job.derived.samples_per_step,
-            band=self.bands[stage],
+            band=self.bands[expert],
         ).to(clean.device)
         conditioning = job.texts.encode([self.caption(sample) for sample in samples])
         draws = [uniform(seed, "conditional_frames", sample.epoch, sample.sample_id) for sample in samples]
-        conditioning, given_mask = with_given_frames(self.settings, conditioning, clean, draws)
-        velocity = job.velocity("policy", noisy_latents(clean, noise, sigma_B), sigma_B, conditioning, stage)
+        conditioning, conditional_mask = with_drawn_frames(self.settings, conditioning, clean, draws)
+        velocity = job.velocity("policy", noisy_latents(clean, noise, sigma_B), sigma_B, conditioning, expert)
         weighting = self.settings.loss_weighting
-        return flow_loss(velocity, clean, noise, sigma_B, weighting, given_mask=given_mask), sigma_B
+        return flow_loss(velocity, clean, noise, sigma_B, weighting, conditional_mask=conditional_mask), sigma_B
 
     def caption(self, sample: TrainingSample) -> str | NegativeText:
         dropped = uniform(self.job.recipe.run.seed, "caption_dropout", sample.epoch, sample.sample_id)
@@ -162,13 +162,13 @@ def encoded(job: Job, samples: Sequence[TrainingSample]) -> Tensor:
     return torch.stack([row.to(job.world.device) for row in rows])
 
 
-def with_given_frames(
+def with_drawn_frames(
     settings: SftAlgorithm, conditioning: dict[str, Tensor], clean: Tensor, draws: Sequence[float]
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-    """The conditioning with as many given frames of `clean` [B, ...] as these draws in [0, 1) say, and their mask."""
+    """The conditioning with as many first frames of `clean` [B, ...] as these draws in [0, 1) say, and their mask."""
     if settings.max_num_conditional_frames == 0:
         return conditioning, None
-    conditioning = with_given(conditioning, clean, given_counts(settings, draws))
+    conditioning = with_conditional_frames(conditioning, clean, conditional_counts(settings, draws))
     return conditioning, conditioning[MASK]
 
 
@@ -191,14 +191,14 @@ class ValidationLoss:
         """`val/loss` and its buckets under the engine's active policy; every rank calls, each does the same number of
         forwards (missing samples are repeats of weight 0)."""
         model, meter = self.job.model, Meter()
-        for stage in range(len(model.sigma_ranges)):
-            levels = [j for j, sigma in enumerate(self.sigmas) if model.stage_of(sigma) == stage]
+        for expert in range(len(model.sigma_ranges)):
+            levels = [j for j, sigma in enumerate(self.sigmas) if model.expert_of(sigma) == expert]
             for framing in dict.fromkeys(self.framings):
                 of_size = [i for i, other in enumerate(self.framings) if other == framing]
-                self.add([(i, j) for i in of_size for j in levels], stage, meter)
+                self.add([(i, j) for i in of_size for j in levels], expert, meter)
         return meter.collect(self.job.world)
 
-    def add(self, terms: Sequence[tuple[int, int]], stage: int, meter: Meter) -> None:
+    def add(self, terms: Sequence[tuple[int, int]], expert: int, meter: Meter) -> None:
         """Measure these terms of one expert and one size."""
         world = self.job.world
         share = math.ceil(len(terms) / world.dp_size)
@@ -208,13 +208,13 @@ class ValidationLoss:
             weight_B = torch.tensor([float(k < len(terms)) for k in part], device=world.device)
             chosen = [terms[k % len(terms)] for k in part]
             clean = {i: clean[i] if i in clean else self.latents(i) for i in dict.fromkeys(i for i, _ in chosen)}
-            loss_B, sigma_B = self.loss(chosen, clean, stage)
+            loss_B, sigma_B = self.loss(chosen, clean, expert)
             meter.add({"val/loss": loss_B}, weight_B)
             for name, mask_B in loss_buckets("val", sigma_B, self.shift).items():
                 meter.add({name: loss_B}, mask_B * weight_B)
 
     def loss(
-        self, terms: Sequence[tuple[int, int]], clean_by_index: Mapping[int, Tensor], stage: int
+        self, terms: Sequence[tuple[int, int]], clean_by_index: Mapping[int, Tensor], expert: int
     ) -> tuple[Tensor, Tensor]:
         job = self.job
         samples = [self.samples[i] for i, _ in terms]
@@ -224,9 +224,9 @@ class ValidationLoss:
         sigma_B = torch.tensor([self.sigmas[j] for _, j in terms], dtype=torch.float32, device=clean.device)
         conditioning = job.texts.encode([s.prompt.text for s in samples])
         draws = [uniform(0, "validation_conditional_frames", s.id, j) for s, (_, j) in zip(samples, terms, strict=True)]
-        conditioning, given_mask = with_given_frames(self.settings, conditioning, clean, draws)
-        velocity = job.velocity("validation", noisy_latents(clean, noise, sigma_B), sigma_B, conditioning, stage)
-        return flow_loss(velocity, clean, noise, sigma_B, given_mask=given_mask), sigma_B
+        conditioning, conditional_mask = with_drawn_frames(self.settings, conditioning, clean, draws)
+        velocity = job.velocity("validation", noisy_latents(clean, noise, sigma_B), sigma_B, conditioning, expert)
+        return flow_loss(velocity, clean, noise, sigma_B, conditional_mask=conditional_mask), sigma_B
 
     def latents(self, index: int) -> Tensor:
         """Clean latents [...] of this sample, from the leader of the replica; collective."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from wfm_ds.chunks import chunks
-from wfm_ds.monitoring.samples import Sample, write_samples
+from wfm_ds.monitoring.samples import ShownSample, write_samples
 from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.rollout.scores import Scores, gather_scores, submit_pictures
 from wfm_ds.run.job import Job
@@ -138,7 +138,7 @@ class Validator:
         if not self.job.world.is_main:
             return
         samples = [
-            Sample(
+            ShownSample(
                 prompt=prompt.text,
                 prompt_id=prompt.id,
                 seed=seed,

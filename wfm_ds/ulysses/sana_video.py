@@ -1,8 +1,8 @@
 """SANA-Video: whole frames are shared; linear attention sums two states, the temporal convolution trades border frames.
 
 Splits, in diffusers' SanaVideoTransformer3DModel: the output of `patch_embedding`, the tables of the rotation, and
-`timestep` where there is one for each token (given frames). Text attention (`attn2`) and the 3x3 convolution within a
-frame are local.
+`timestep` where there is one for each token (conditional frames). Text attention (`attn2`) and the 3x3 convolution
+within a frame are local.
 """
 
 from __future__ import annotations

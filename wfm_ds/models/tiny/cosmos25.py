@@ -18,7 +18,7 @@ TEXT_SEED = 14
 TRANSFORMER_SEED, VAE_SEED = 0, 1
 TRANSFORMER: Mapping[str, Any] = MappingProxyType(
     {
-        "in_channels": 5,  # 4 latent channels and the mask of given frames
+        "in_channels": 5,  # 4 latent channels and the mask of conditional frames
         "out_channels": 4,
         "num_attention_heads": 2,
         "attention_head_dim": 16,
