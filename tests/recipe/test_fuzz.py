@@ -17,7 +17,7 @@ from wfm_ds.recipe import file as recipe_file
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
 BASES = [*sorted((RECIPES / "tiny").glob("*.yaml")), *sorted(RECIPES.glob("*.yaml"))]
 NUM_QUICK, NUM_ALL = 48, 670
-CHECKED_EVERY = 12  # how many of the valid ones go through --check too: each loads a tiny model
+CHECKED_EVERY = 4  # how many of the valid ones go through --check too: each loads a tiny model
 DEADLINE_S = 120  # of one recipe; a hang ends here
 ODD = [
     *("null", "true", "yes", "0", "-1", "1e30", "-1e-30", ".inf", "-.inf", ".nan", "1_000", "0x10", "99999999999"),
@@ -41,6 +41,28 @@ def override(rng, text):
     if rng.random() < 0.2:
         path[rng.randrange(len(path))] = rng.choice(["", "none", "0", "9", "-1", "a b", "name", "x" * 5000])
     return f"{'.'.join(path)}={rng.choice(ODD)}"
+
+
+def extreme(rng, text):
+    """A word that puts a value of the right type, but of an extreme size, at a place of the recipe."""
+    values = yaml.safe_load(text)
+    path = rng.choice(leaves(values))
+    for part in path:
+        values = values[part]
+    match values:
+        case bool():
+            odd = "false" if values else "true"
+        case int():
+            odd = rng.choice(["0", "1", "3", "7", "4096", "99999999999", str(2**62), str(2**63 - 1), "1e9"])
+        case float():
+            odd = rng.choice(["0", "1e-320", "1e-12", "0.5", "1", "1e12", "1e300", "-1"])
+        case str():
+            odd = rng.choice(
+                [values, values + "x", values.upper(), "a" * 255, "s3://bucket/x", "tiny:wan21", "tiny:sana"]
+            )
+        case _:
+            odd = rng.choice(["null", "[]", "{}"])
+    return f"{'.'.join(map(str, path))}={odd}"
 
 
 def scramble(rng, text):
@@ -70,8 +92,13 @@ def scramble(rng, text):
 def case(seed):
     """(text, overrides) of a seed."""
     rng = random.Random(seed)
-    text = rng.choice(BASES).read_text(encoding="utf-8")
-    words = [override(rng, text) for _ in range(rng.choice([0, 1, 1, 3]))]
+    base = rng.choice(BASES)
+    text = base.read_text(encoding="utf-8")
+    if "defaults:" in text or rng.random() < 0.3:  # another folder has no base; a resolved recipe names every key
+        text = recipe_file.dump(recipe_file.load(base))
+    if rng.random() < 0.4:
+        return text, [extreme(rng, text) for _ in range(rng.choice([1, 2]))]
+    words = [override(rng, text) for _ in range(rng.choice([0, 1, 2]))]
     return (scramble(rng, text) if rng.random() < 0.6 or not words else text), words
 
 
@@ -116,12 +143,11 @@ def require_sentences(seeds, folder):
     said = {seed: answer(seed, folder) for seed in seeds}
     refused = [text for text in said.values() if text != "valid"]
     assert len(refused) < len(said), "nothing is valid: the fuzz tests one sentence only"
-    assert len(refused) > len(said) // 3, "nearly all is valid: the fuzz does not bite"
+    assert len(refused) > len(said) // 2, "nearly all is valid: the fuzz does not bite"
     for text in refused:
         for line in text.split("\n"):
             assert 10 < len(line) < 2000
             assert re.match(r"\S*(recipe\.yaml|override |and \d+ more)", line), line
-    return said
 
 
 def test_mutated_recipes_are_valid_or_refused_in_a_sentence(folder):
@@ -133,10 +159,9 @@ def test_more_mutated_recipes_are_valid_or_refused_in_a_sentence(folder):
     require_sentences(range(NUM_QUICK, NUM_ALL), folder)
 
 
-def check(seed, folder):
-    """Exit code and standard error of `--check`."""
+def check(seed, path):
+    """Exit code and standard error of `--check` on a valid recipe."""
     text, words = case(seed)
-    path = folder / "recipe.yaml"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     err = io.StringIO()
     with deadline(DEADLINE_S), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
@@ -151,10 +176,10 @@ def check(seed, folder):
 def test_check_ends_with_0_or_with_2_and_one_error(monkeypatch, tmp_path):
     monkeypatch.chdir(RECIPES.parent)  # the data of the tiny recipes lie below it
     valid = [seed for seed in range(NUM_ALL) if answer(seed, tmp_path) == "valid"]
-    codes = {}
+    codes = set()
     for seed in valid[::CHECKED_EVERY]:
-        code, err = check(seed, tmp_path)
+        code, err = check(seed, tmp_path / "recipe.yaml")
         assert code in (0, 2), (seed, err)
-        assert (code == 2) == err.count("error: ") or code == 0, (seed, err)
-        codes[code] = codes.get(code, 0) + 1
-    assert set(codes) == {0, 2}
+        assert err.count("error: ") == (code == 2), (seed, err)
+        codes.add(code)
+    assert codes == {0, 2}
