@@ -26,6 +26,7 @@ from wfm_ds.checkpoint.pipeline_folder import CALL, components, read_index, shar
 from wfm_ds.checkpoint.target import WEIGHTS, ExportTarget, call_json
 from wfm_ds.checkpoint.tensor_file import Spec, TensorFile
 from wfm_ds.errors import ModelError, UserError
+from wfm_ds.models.variants import pipeline_variant
 from wfm_ds.storage import atomic
 
 log = logging.getLogger(__name__)
@@ -126,6 +127,8 @@ def loading_lines(base: Path, exported: Path, lora: bool) -> str:
     """
     pipeline = base if lora else exported
     arguments = [json.dumps(str(pipeline)), *(f"{name}=None" for name in _must_be_declined(pipeline))]
+    if variant := pipeline_variant(pipeline):
+        arguments.append(f'variant="{variant}"')
     lines = ["from diffusers import DiffusionPipeline"]
     if _builds_checker(pipeline):
         lines.append(

@@ -18,6 +18,7 @@ from wfm_ds.checkpoint.tensor_file import Spec
 from wfm_ds.errors import ModelError
 from wfm_ds.models.base import stock_argument
 from wfm_ds.models.loading import read_json
+from wfm_ds.models.variants import index_file, variant_to_load
 
 if TYPE_CHECKING:
     from wfm_ds.models.base import DiffusionModel
@@ -91,12 +92,14 @@ class StoredWeights:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        index = folder / f"{WEIGHTS}.safetensors.index.json"
+        index = index_file(folder, WEIGHTS)
+        variant = variant_to_load(folder)
+        self._only = f"{WEIGHTS}.{variant}.safetensors" if variant else f"{WEIGHTS}.safetensors"
         self._file_of: dict[str, str] | None = read_json(index)["weight_map"] if index.is_file() else None
 
     def tensor(self, name: str) -> Tensor:
         """Raises ModelError if the file or the tensor is not there, or cannot be read."""
-        file = f"{WEIGHTS}.safetensors" if self._file_of is None else self._file_of.get(name, name)
+        file = self._only if self._file_of is None else self._file_of.get(name, name)
         try:
             with safe_open(self.folder / file, "pt") as opened:
                 tensor: Tensor = opened.get_tensor(name)

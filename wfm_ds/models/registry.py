@@ -47,7 +47,7 @@ def families() -> dict[str, type[DiffusionModel]]:
 
 def family_of(folder: Path) -> type[DiffusionModel]:
     """The family whose pipeline class the folder's model_index.json names. ModelError if there is none."""
-    name = read_json(folder / "model_index.json").get("_class_name")
+    name = str(read_json(folder / "model_index.json").get("_class_name"))
     for family in families().values():
         if name in family.pipeline_classes:
             return family
