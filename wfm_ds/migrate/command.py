@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from wfm_ds.errors import RecipeError, UserError
+from wfm_ds.migrate.config import DDRL, NFT, SFT, WFM_SFT, CosmosConfig, NoCounterpart
 from wfm_ds.migrate.dropped import reason_for
 from wfm_ds.migrate.keys import ABSENT, FIXED, MISSPELT, MOVED, ROWS, WHOLE, Row
-from wfm_ds.migrate.values import DDRL, NFT, SFT, WFM_SFT, CosmosConfig, NoCounterpart
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.tree import to_yaml
 
 NEEDED = {
-    "run.steps": "how many optimizer steps (SFT) or RL steps: epochs are not counted here",
+    "run.steps": "how many optimizer steps (SFT) or RL steps; the option --steps sets it",
     "run.output_dir": "the folder for what the run writes",
     "model.path": "the folder of a diffusers pipeline",
     "data.path": "the folder of the training data",
@@ -37,7 +37,7 @@ NEEDED_FOR_RL = {"reward.functions": "the rewards, such as [{name: ocr}]"}
 
 @dataclass(slots=True)
 class Migration:
-    """A recipe as dotted keys, and all that must be said about it."""
+    """A recipe as dotted keys, and the account of every key of the configuration."""
 
     mode: str
     values: dict[str, Any]
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.config is None:
         parser().error("name a configuration")
     try:
-        migration = migrate(read(args.config))
+        migration = migrate(read(args.config), steps=args.steps)
         text = render(migration, args.config.name)
         sys.stdout.write(text)
         check(migration, text)
@@ -69,8 +69,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="wfm_ds.migrate", description=__doc__.split("\n")[0])
     p.add_argument("config", nargs="?", type=Path, help="a TOML configuration of Cosmos-RL (docs/migrating.md)")
-    p.add_argument("--keys", action="store_true", help="print the table of keys, as of docs/migrating.md")
+    p.add_argument("--steps", type=positive, metavar="N", help="length of the run (run.steps), in place of epochs")
+    p.add_argument("--keys", action="store_true", help="print the table of keys that docs/migrating.md holds")
     return p
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
 
 
 def key_table() -> str:
@@ -89,19 +97,25 @@ def read(path: Path) -> dict[str, Any]:
         raise RecipeError(f"{path}: this is not TOML: {error}") from error
 
 
-def migrate(config: Mapping[str, Any]) -> Migration:
-    """The recipe of a configuration. Raises RecipeError when it trains no diffusion model."""
+def migrate(config: Mapping[str, Any], *, steps: int | None = None) -> Migration:
+    """The recipe of a configuration, `steps` long if they are given.
+
+    Raises RecipeError when it trains no diffusion model.
+    """
     given, mended = mend(flatten(config))
     mode = mode_of(given)
     rows = [row for row in ROWS if mode in row.modes]
-    source = CosmosConfig(mode, given, {row.theirs: row.default for row in rows if row.default is not ABSENT})
+    defaults = {row.theirs: row.default for row in rows if row.default is not ABSENT}
+    source = CosmosConfig(mode, given, defaults, steps=steps)
     migration = Migration(mode, dict(FIXED[mode]), mended=mended, notes=source.notes)
+    if steps is not None:
+        source.note(f"run.steps {steps} is that of --steps, whatever the configuration says")
     for row in rows:
         if row.theirs not in given and meant(row, source):
             apply(row, row.default, source, migration)
-    for row in rows:  # what is written wins over what is meant, where both say the same key
-        if row.theirs in given:
-            apply(row, given[row.theirs], source, migration)
+    # What is written wins over what is meant, where both say the same key.
+    used = [row.theirs for row in rows if row.theirs in given and apply(row, given[row.theirs], source, migration)]
+    migration.gone = {key: reason for key, reason in migration.gone.items() if key not in used}
     for key in given.keys() - {row.theirs for row in rows}:
         others = sorted({other for row in ROWS if row.theirs == key for other in row.modes})
         reason = reason_for(key) or (f"{mode} does not read it, {' and '.join(others)} does" if others else None)
@@ -147,7 +161,7 @@ def mend(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def mode_of(given: Mapping[str, Any]) -> str:
-    """What the configuration trains and how. Raises RecipeError for language models."""
+    """The algorithm and the trainer that the configuration is for. Raises RecipeError for language models."""
     tables = {key.partition(".")[0] for key in given}
     if tables & {"model", "trainer", "dataloader_train"}:
         return DDRL if given.get("model.rl.enabled", True) else WFM_SFT
@@ -165,29 +179,30 @@ def mode_of(given: Mapping[str, Any]) -> str:
 
 
 def meant(row: Row, source: CosmosConfig) -> bool:
-    """Whether the default of a key that the configuration lacks says anything about this run."""
+    """True if the default of a key that the configuration lacks says anything about this run."""
     is_of_lora = row.theirs.startswith("policy.lora.")
     return row.default is not ABSENT and (not is_of_lora or source.has_table("policy.lora"))
 
 
-def apply(row: Row, value: Any, source: CosmosConfig, migration: Migration) -> None:
-    """Put what a row makes of the value into the recipe, or among what has no counterpart if it was written."""
+def apply(row: Row, value: Any, source: CosmosConfig, migration: Migration) -> bool:
+    """Put the value into the recipe as the row says: True; or, if it was written, among those without a counterpart."""
     try:
         made = row.convert(value, source)
     except NoCounterpart as reason:
         if row.theirs in source.given:
             migration.gone[row.theirs] = str(reason)
-        return
+        return False
     except (TypeError, ValueError, LookupError) as error:
         raise RecipeError(f"{row.theirs}: {value!r} cannot be read: {error}") from error
     migration.values |= zip(row.targets, made if isinstance(row.ours, tuple) else [made], strict=True)
+    return True
 
 
 # ---- as YAML
 
 
 def render(migration: Migration, name: str) -> str:
-    """The recipe, all that is to be said about it as comments above, placeholders where keys are missing."""
+    """The recipe: comments that account for every key, then the sections, with placeholders for missing keys."""
     head = [
         f"{migration.mode} of {name}, a configuration of Cosmos-RL",
         *titled("To be filled in below", [f"{key}: {what}" for key, what in migration.missing.items()]),
@@ -196,7 +211,8 @@ def render(migration: Migration, name: str) -> str:
         *titled("To be known", migration.notes),
         *titled("Without a counterpart", [f"{key}: {reason}" for key, reason in sorted(migration.gone.items())]),
     ]
-    wrapped = [part for line in head for part in textwrap.wrap(line, 118, subsequent_indent=" " * 6)]
+    whole_words = textwrap.TextWrapper(118, subsequent_indent=" " * 6, break_on_hyphens=False, break_long_words=False)
+    wrapped = [part for line in head for part in whole_words.wrap(line)]
     return "".join(f"# {line}\n" for line in wrapped) + body(migration)
 
 
