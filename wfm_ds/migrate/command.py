@@ -1,7 +1,7 @@
 """`python -m wfm_ds.migrate config.toml > recipe.yaml`: a Cosmos-RL configuration of a diffusion model as a recipe.
 
-Every key of the configuration is accounted for: it became a key of the recipe, or a comment says why not. Exit codes: 0
-the recipe is complete; 2 it is not, or the configuration cannot be read (standard error says what to do).
+Each key of the configuration becomes a key of the recipe, or a comment says why it does not. Exit codes: 0 for a complete
+recipe; 2 for an incomplete one or a configuration that cannot be read, and standard error says what to do.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ def positive(text: str) -> int:
 
 
 def key_table() -> str:
-    """Markdown: each key there and here."""
+    """The table of keys as Markdown."""
     lines = [f"| `{row.theirs}` | {' '.join(f'`{key}`' for key in row.targets)} |" for row in ROWS]
     return "\n".join(["| Cosmos-RL | recipe |", "|---|---|", *dict.fromkeys(lines)]) + "\n"
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Raises RecipeError when there is no such file or it is not TOML."""
+    """The tables of a TOML file. Raises RecipeError when there is no such file or it is not TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -113,7 +113,7 @@ def migrate(config: Mapping[str, Any], *, steps: int | None = None) -> Migration
     for row in rows:
         if row.theirs not in given and meant(row, source):
             apply(row, row.default, source, migration)
-    # What is written wins over what is meant, where both say the same key.
+    # Written values win over defaults where both set the same key of the recipe.
     used = [row.theirs for row in rows if row.theirs in given and apply(row, given[row.theirs], source, migration)]
     migration.gone = {key: reason for key, reason in migration.gone.items() if key not in used}
     for key in given.keys() - {row.theirs for row in rows}:
@@ -140,7 +140,7 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def mend(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The configuration with today's names, and a sentence for each that it did not use."""
+    """The configuration with the present names of its keys, and a sentence for each name that was replaced."""
     found: dict[str, Any] = {}
     said: list[str] = []
     for name, value in given.items():
@@ -149,7 +149,7 @@ def mend(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             if key.startswith(f"{old}."):
                 key = f"{new}{key.removeprefix(old)}"
         if key != name:
-            said.append(f"{name} is called {key} by now")
+            said.append(f"{name} is called {key} in present versions")
         if key in MISSPELT:
             meant_key, consequence = MISSPELT[key]
             said.append(f"{key} is read as {meant_key}: {consequence}")
@@ -175,7 +175,9 @@ def mode_of(given: Mapping[str, Any]) -> str:
         return SFT
     if trainer == "diffusion_nft":
         return NFT
-    raise RecipeError(f"{policy}.trainer_type is {trainer!r}: of RL for diffusers pipelines, diffusion_nft is known")
+    raise RecipeError(
+        f"{policy}.trainer_type is {trainer!r}: the only RL for diffusers pipelines that can be read is diffusion_nft"
+    )
 
 
 def meant(row: Row, source: CosmosConfig) -> bool:
@@ -206,7 +208,7 @@ def render(migration: Migration, name: str) -> str:
     head = [
         f"{migration.mode} of {name}, a configuration of Cosmos-RL",
         *titled("To be filled in below", [f"{key}: {what}" for key, what in migration.missing.items()]),
-        *titled("Unknown keys, which nothing was made of: check their spelling", sorted(migration.unknown)),
+        *titled("Unknown keys, which were left out: check their spelling", sorted(migration.unknown)),
         *titled("Mended", migration.mended),
         *titled("To be known", migration.notes),
         *titled("Without a counterpart", [f"{key}: {reason}" for key, reason in sorted(migration.gone.items())]),

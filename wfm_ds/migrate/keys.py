@@ -1,4 +1,4 @@
-"""What each key of a Cosmos-RL configuration is called here: the table that `python -m wfm_ds.migrate` reads.
+"""The keys of a Cosmos-RL configuration and their names in a recipe: the table that `python -m wfm_ds.migrate` reads.
 
 Cosmos-RL has two configurations of diffusion models: that of its diffusers trainers (`[policy]`, `[train]`, ...) for
 SFT and DiffusionNFT, and that of its `--wfm-mode` (`[model]`, `[trainer]`, ...) for DDRL and SFT.
@@ -24,10 +24,10 @@ ABSENT = object()  # no default; any value may be one
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A key there and its key here; several of them where `convert` returns a tuple.
+    """A key of Cosmos-RL and the recipe's key for it; several of them where `convert` returns a tuple.
 
-    `default` is what Cosmos-RL takes where the configuration lacks the key. It is written out, because the run meant
-    it and the default here may be another.
+    `default` is the value that Cosmos-RL takes where the configuration lacks the key. The recipe writes it out, because
+    its own default may be another. A key may have several rows.
     """
 
     theirs: str
@@ -214,7 +214,7 @@ ROWS = (
     Row(f"{WFM_REWARD}.fake_reward.enabled", "reward.functions", rewards.wfm_rewards, default=False, modes=(DDRL,)),
 )
 
-# What the mode itself says, and no key of the configuration.
+# Settings of the mode itself, which no key of the configuration holds.
 FIXED: dict[str, dict[str, Any]] = {
     SFT: {"algorithm.name": "sft", "data.kind": "paired"},
     NFT: {"algorithm.name": "diffusion_nft", "data.kind": "prompts"},
@@ -227,10 +227,10 @@ FIXED: dict[str, dict[str, Any]] = {
     WFM_SFT: {"algorithm.name": "sft", "algorithm.flow_shift": 1.0, "data.kind": "cosmos"},
 }
 
-# Tables whose keys are names of the user's, and therefore one value.
+# Tables that are one value each, because their keys are the user's own names.
 WHOLE = (f"{REMOTE}.reward_fn", "train.optm_lr", "policy.lora.alpha_pattern", "policy.lora.r_pattern", "custom")
 
-# Older and misspelt names: what is meant, and what Cosmos-RL makes of them.
+# Older and misspelt names: the key that is meant, and what Cosmos-RL does with the name.
 MOVED = {"policy.diffusers_config": "policy.diffusers", "policy.diffusers.lora": "policy.lora"}
 MISSPELT = {
     "policy.diffusers.timestep_fraction": (

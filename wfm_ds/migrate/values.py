@@ -149,7 +149,7 @@ def density(value: str, source: CosmosConfig) -> str:
 
 
 def guidance(value: float, source: CosmosConfig) -> float:
-    """diffusers' Cosmos pipelines write v_c + g * (v_c - v_u), the others v_u + w * (v_c - v_u)."""
+    """The w of v_u + w * (v_c - v_u); diffusers' Cosmos pipelines write v_c + g * (v_c - v_u)."""
     if value <= 1:
         return 1.0
     if "cosmos" in source.model:

@@ -95,7 +95,7 @@ def power_average(_: Any, source: CosmosConfig) -> tuple[float, int]:
 
 
 def wide(value: list[int], source: CosmosConfig) -> tuple[int, int]:
-    """Width first, as the published files mean it."""
+    """(height, width) of a size that is width first, as the published files mean it."""
     if value[0] > value[1]:
         source.note(
             f"sampling.height and width: video_size {value} is read as {value[1]} high and {value[0]} wide; Cosmos-RL "
