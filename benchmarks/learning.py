@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def improved(out: Path, name: str, seed: int, *control: str) -> Path:
-    """Return the folder of this algorithm's run, with these overrides if it is a control; train it unless it is there."""
+    """Return the folder of this algorithm's run, trained unless it is there; `control`: overrides of its recipe."""
     folder = out / f"{name}_{seed}{'_control' if control else ''}"
     if is_finished(folder):
         return folder
