@@ -62,12 +62,12 @@ def test_validation_encodes_each_image_once_and_keeps_no_more_than_a_batch_of_th
     encoded, sizes, encode = [], [], model.encode_media
     monkeypatch.setattr(model, "encode_media", lambda media: encoded.append(len(media)) or encode(media))
 
-    def velocity(purpose, latents, sigma, conditioning, expert):
+    def forward(purpose, latents, sigma, conditioning, expert):
         sizes.append(len(latents))
         return model.denoise(latents, sigma, conditioning, expert)
 
     job = SimpleNamespace(
-        recipe=recipe, model=model, world=alone, texts=TextCache(model), latents=None, velocity=velocity
+        recipe=recipe, model=model, world=alone, texts=TextCache(model), latents=None, forward=forward
     )
     losses = ValidationLoss(job, samples, [Framing(height=8, width=8)] * 3).measure()
     assert encoded == [1, 1, 1]

@@ -51,8 +51,8 @@ def finish_step(job: Job, step: int, updates: Sequence[Mapping[str, float]], *, 
     The first line also has the times, counts and speed of the whole step.
     """
     times = job.timer.collect(job.world)
-    counts = {f"perf/forwards_{name}": float(count) for name, count in sorted(job.forwards.items())}
-    job.forwards.clear()
+    counts = {f"perf/forwards_{name}": float(count) for name, count in sorted(job.forward.counts.items())}
+    job.forward.counts.clear()
     speed = {
         "perf/samples_per_s": samples / times["time/step"],
         "perf/samples_per_s_per_gpu": samples / times["time/step"] / job.world.size,

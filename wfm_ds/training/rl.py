@@ -213,9 +213,9 @@ class RlTrainer:
 
     def velocity(self, purpose: str, micro: MicroBatch) -> Tensor:
         """The prediction that the rollout sampled with, guided like it."""
-        job, batch = self.job, micro.batch
-        conditioning, contrast = job.conditionings(batch.prompts, batch.conditional_frames)
-        return job.guided_velocity(purpose, batch.latents, batch.sigma, conditioning, contrast, micro.expert)
+        sampler, batch = self.job.sampler, micro.batch
+        conditions = sampler.conditions(batch.prompts, batch.conditional_frames)
+        return sampler.velocity(purpose, batch.latents, batch.sigma, conditions, micro.expert)
 
     def move_policies(self) -> dict[str, float]:
         """The copies that follow the trained weights, at the end of an RL step."""

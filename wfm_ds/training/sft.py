@@ -126,7 +126,7 @@ class SftTrainer:
         conditioning = job.texts.encode([self.caption(sample) for sample in samples])
         draws = [uniform(seed, "conditional_frames", sample.epoch, sample.sample_id) for sample in samples]
         conditioning, conditional_mask = with_drawn_frames(self.settings, conditioning, clean, draws)
-        velocity = job.velocity("policy", noisy_latents(clean, noise, sigma_B), sigma_B, conditioning, expert)
+        velocity = job.forward("policy", noisy_latents(clean, noise, sigma_B), sigma_B, conditioning, expert)
         weighting = self.settings.loss_weighting
         return flow_loss(velocity, clean, noise, sigma_B, weighting, conditional_mask=conditional_mask), sigma_B
 
@@ -225,7 +225,7 @@ class ValidationLoss:
         conditioning = job.texts.encode([s.prompt.text for s in samples])
         draws = [uniform(0, "validation_conditional_frames", s.id, j) for s, (_, j) in zip(samples, terms, strict=True)]
         conditioning, conditional_mask = with_drawn_frames(self.settings, conditioning, clean, draws)
-        velocity = job.velocity("validation", noisy_latents(clean, noise, sigma_B), sigma_B, conditioning, expert)
+        velocity = job.forward("validation", noisy_latents(clean, noise, sigma_B), sigma_B, conditioning, expert)
         return flow_loss(velocity, clean, noise, sigma_B, conditional_mask=conditional_mask), sigma_B
 
     def latents(self, index: int) -> Tensor:
