@@ -14,7 +14,7 @@ from wfm_ds.models import registry
 from wfm_ds.models.base import NegativeText
 from wfm_ds.models.text_cache import TextCache
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.training.sft import SftTrainer, ValidationLoss
+from wfm_ds.training.sft import SftLoop, ValidationLoss
 from wfm_ds.types import Prompt
 
 
@@ -30,7 +30,7 @@ def captions(root, share):
         )
         for i in range(200)
     ]
-    return [SftTrainer.caption(trainer, image) for image in images]
+    return [SftLoop.caption(trainer, image) for image in images]
 
 
 def test_dropped_captions_are_what_guidance_contrasts_with(root):

@@ -1,4 +1,4 @@
-"""The one way to a forward of the denoiser: counted by purpose, and compared between ranks first where that is asked for.
+"""The one way to a forward of the denoiser: counted by purpose, and where that is asked for compared between ranks.
 
 Which policy computes and whether a gradient is kept is the caller's matter (engine.py).
 """

@@ -37,7 +37,7 @@ def submit_pictures(
 
 
 def decoded(job: Job, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
-    """Decode on the leader of a replica (Sampler.media); its other ranks get no media, [0]. All learn what is finite."""
+    """Decode on the leader of a replica (Sampler.media); its other ranks get no media, [0]. All know what is finite."""
     if not job.world.is_leader:
         return np.empty(0, np.uint8), finite_samples(latents)
     return job.sampler.media(latents)
