@@ -152,6 +152,7 @@ def load_sampler(args: argparse.Namespace) -> Sampler:
     import torch
 
     from wfm_ds.checkpoint.adapter import load_adapter
+    from wfm_ds.engine.forward import CountedForward
     from wfm_ds.models import registry
     from wfm_ds.models.loading import chosen_device
     from wfm_ds.models.sampler import Sampler
@@ -182,7 +183,8 @@ def load_sampler(args: argparse.Namespace) -> Sampler:
         guidance_scale_low=args.guidance_low,
         negative_prompt=args.negative_prompt,
     )
-    sampler = Sampler(model=model, texts=TextCache(model), settings=settings)
+    forward = CountedForward(model.denoise)
+    sampler = Sampler(model=model, texts=TextCache(model), settings=settings, forward=forward)
     try:
         _ = sampler.latent_shape
     except ValueError as error:
@@ -226,7 +228,7 @@ def drawn(sampler: Sampler, items: Sequence[tuple[Prompt, int]], batch: int) -> 
     settings, plan = sampler.settings, sampler.evaluation_plan()
     for part in chunks(items, batch):
         prompts, seeds = [prompt for prompt, _ in part], [seed for _, seed in part]
-        media, finite = sampler.media(sampler.generate(prompts, seeds, plan).clean)
+        media, finite = sampler.media(sampler.generate("sample", prompts, seeds, plan).clean)
         for (prompt, seed), item, whole in zip(part, media, finite, strict=True):
             fps = settings.fps if sampler.model.video else None
             yield ShownSample(prompt=prompt.text, prompt_id=prompt.id, seed=seed, media=item, fps=fps), whole

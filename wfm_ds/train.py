@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from wfm_ds.run.ending import Ending
     from wfm_ds.run.folder import Start
     from wfm_ds.run.result import Outcome
-    from wfm_ds.training.rl import RlTrainer
-    from wfm_ds.training.sft import SftTrainer
+    from wfm_ds.training.loop import Loop
 
 log = logging.getLogger("wfm_ds.train")  # run with -m, __name__ is another
 
@@ -201,7 +200,7 @@ def train(
         job = open_job(recipe, world, stop, model, data, start, resources)
         job.mirror = ending.mirror
         exporter, checkpoints = Exporter(job), Checkpoints(job)
-        loop: RlTrainer | SftTrainer
+        loop: Loop
         if algorithm is not None:
             loop = reinforcement(job, algorithm, data, exporter, checkpoints, endpoint, resources)
         else:

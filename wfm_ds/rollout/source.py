@@ -164,7 +164,7 @@ class AsyncSource:
     def _fetched(self, chunks: Sequence[_Planned], step: int) -> dict[str, _Arrays]:
         """The arrays of these chunks, by task, where there are any. Raises ValueError unless they are what the step's
         plan stores of so many samples."""
-        plan, shape = self.algorithm.plan(step), self.job.latent_shape
+        plan, shape = self.algorithm.plan(step), self.job.sampler.latent_shape
         assert isinstance(plan, FlowPlan)
         whole = {chunk.task_id: chunk for chunk in chunks if chunk.staleness is not None}
         arrays = {task_id: _arrays(message) for task_id, message in self.client.fetch(whole, FETCH_S).items()}
@@ -184,7 +184,7 @@ class AsyncSource:
         world, plan = self.job.world, self.algorithm.plan(step)
         assert isinstance(plan, FlowPlan)
         if chunk.staleness is None:
-            return [nothing(members[i], plan, self.job.latent_shape, world.device) for i in rows]
+            return [nothing(members[i], plan, self.job.sampler.latent_shape, world.device) for i in rows]
         names = world.share(None if arrays is None else list(arrays))
         found = {name: world.share_tensor(None if arrays is None else arrays[name].to(world.device)) for name in names}
         trajectory = unpack_trajectory(chunk.layout, found)

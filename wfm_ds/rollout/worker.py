@@ -139,7 +139,6 @@ def build_generator(
     from wfm_ds.algorithms import build_rl
     from wfm_ds.distributed.world import threads_per_rank
     from wfm_ds.models.loading import chosen_device
-    from wfm_ds.models.sampler import Sampler
     from wfm_ds.models.text_cache import TextCache
     from wfm_ds.rollout.generator import Generator
     from wfm_ds.rollout.identity import identity, require_same
@@ -151,12 +150,12 @@ def build_generator(
     model = load_model(recipe, chosen_device(device), placed=True)
     require_same(identity_there, identity(recipe, model))
     store = recipe.data.cache_dir / "text" if recipe.data.cache_dir else None
-    sampler = Sampler(
-        model=model, texts=TextCache(model, store=TensorStore(store) if store else None), settings=recipe.sampling
-    )
-    algorithm = build_rl(recipe, model.sigmas(recipe.sampling.steps, sampler.latent_shape))
+    texts = TextCache(model, store=TensorStore(store) if store else None)
+    size = recipe.sampling
+    shape = model.latent_shape(size.height, size.width, size.num_frames)
+    algorithm = build_rl(recipe, model.sigmas(size.steps, shape))
     weights = PolicyWeights(model, client, lora=recipe.lora is not None)
-    return Generator(sampler, algorithm, weights)
+    return Generator(model, texts, size, algorithm, weights)
 
 
 class Lanes:
