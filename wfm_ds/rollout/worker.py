@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
@@ -21,10 +20,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from wfm_ds.errors import RecipeError, UserError
+from wfm_ds.errors import RecipeError
 from wfm_ds.pipes.client import PipeClient
 from wfm_ds.pipes.keys import ClientKeys, KeyFileError, client_keys
 from wfm_ds.pipes.worker import Answer, LeaseWorker, Progress, TaskFailed, TaskInHand
+from wfm_ds.program import program
 from wfm_ds.rollout import KIND
 
 if TYPE_CHECKING:
@@ -82,10 +82,13 @@ def _name(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    return program(parser(), run, argv)
+
+
+def run(args: argparse.Namespace) -> int:
     from wfm_ds.distributed.logs import quieten_libraries
     from wfm_ds.recipe import file as recipe_file
 
-    args = parser().parse_intermixed_args(argv)
     stop = threading.Event()
 
     def ask_to_stop(number: int, frame: FrameType | None) -> None:
@@ -95,14 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, ask_to_stop)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {args.name} %(levelname)s %(message)s")
     quieten_libraries()
-    try:
-        recipe = recipe_file.load(args.recipe, args.overrides)
-        if not recipe.is_async:
-            raise RecipeError(f"{args.recipe}: rollout.mode is not async: this run's ranks generate their own samples")
-        return work(recipe, args, stop)
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    recipe = recipe_file.load(args.recipe, args.overrides)
+    if not recipe.is_async:
+        raise RecipeError(f"{args.recipe}: rollout.mode is not async: this run's ranks generate their own samples")
+    return work(recipe, args, stop)
 
 
 def work(recipe: Recipe, args: argparse.Namespace, stop: threading.Event) -> int:
