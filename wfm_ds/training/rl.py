@@ -45,10 +45,9 @@ class RlTrainer:
         exporter: Exporter,
         checkpoints: Checkpoints,
     ) -> None:
-        assert job.recipe.reward is not None
         self.job, self.algorithm, self.source, self.validator = job, algorithm, source, validator
         self.exporter, self.checkpoints = exporter, checkpoints
-        self.reward = job.recipe.reward
+        self.reward = job.recipe.rl.reward
         self.meter, self.finite = Meter(), FiniteSteps()
         self.step = 0
         self.metrics: dict[str, float] = {}  # of the last step

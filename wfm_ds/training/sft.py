@@ -45,10 +45,9 @@ class SftTrainer:
     def __init__(
         self, job: Job, source: BatchSource, validator: Validator, exporter: Exporter, checkpoints: Checkpoints
     ) -> None:
-        assert isinstance(job.recipe.algorithm, SftAlgorithm)
         self.job, self.source, self.validator = job, source, validator
         self.exporter, self.checkpoints = exporter, checkpoints
-        self.settings = job.recipe.algorithm
+        self.settings = job.recipe.sft
         self.shift = self.settings.flow_shift or job.model.flow_shift
         self.bands = density_bands(self.settings, self.shift, job.model.sigma_ranges)
         self.meter, self.finite = Meter(), FiniteSteps()
@@ -180,9 +179,8 @@ class ValidationLoss:
 
     def __init__(self, job: Job, samples: Sequence[Sample], framings: Sequence[Framing]) -> None:
         """`framings`: of each sample."""
-        assert isinstance(job.recipe.algorithm, SftAlgorithm)
         self.job, self.samples, self.framings = job, samples, framings
-        self.settings = job.recipe.algorithm
+        self.settings = job.recipe.sft
         self.shift = self.settings.flow_shift or job.model.flow_shift
         self.sigmas = validation_sigmas(self.shift).tolist()
 
