@@ -121,8 +121,7 @@ def work(recipe: Recipe, args: argparse.Namespace, stop: threading.Event) -> int
 
 def worker_keys(recipe: Recipe, folder: Path | None) -> ClientKeys | None:
     """Those in `folder`, else the trainer's own where this machine has them. Raises KeyFileError."""
-    assert recipe.rollout is not None
-    own = recipe.rollout.keys
+    own = recipe.rl.rollout.keys
     if folder is not None:
         return client_keys(folder)
     if own is not None and not own.exists():
@@ -169,12 +168,11 @@ class Lanes:
         info: Mapping[str, Any],
         args: argparse.Namespace,
     ) -> None:
-        assert recipe.rollout is not None
         self.recipe, self.generator, self.client, self.args = recipe, generator, client, args
         self.info = info  # of the trainer that it was started for
         self.rewards_at = args.rewards or info["rewards"]
         self.rewards: list[RewardClient] = []
-        patience_s = recipe.rollout.timeout_s + 60.0
+        patience_s = recipe.rl.rollout.timeout_s + 60.0
         self.workers = [
             LeaseWorker(
                 info["workers"],
@@ -186,15 +184,14 @@ class Lanes:
                 watchdog_s=patience_s,
                 ends_process=False,
             )
-            for i in range(recipe.rollout.in_flight)
+            for i in range(recipe.rl.rollout.in_flight)
         ]
 
     def run(self, stop: threading.Event) -> int:
         """Until asked to stop, dismissed, left alone by the trainer, or found by another one."""
         from wfm_ds.rollout.rewards import RewardClient
 
-        reward = self.recipe.reward
-        assert reward is not None
+        reward = self.recipe.rl.reward
         threads = []
         try:
             for i, worker in enumerate(self.workers):
@@ -234,8 +231,7 @@ class Lanes:
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise TaskFailed(f"the task cannot be read: {type(error).__name__} {error}", fatal=True) from error
         made = self.generator.make(work, manifest, progress)
-        assert self.recipe.reward is not None
-        names = [function.name for function in self.recipe.reward.functions]
+        names = [function.name for function in self.recipe.rl.reward.functions]
         members, video = work.members, self.generator.sampler.model.video
         broken = submit_media(
             rewards,
