@@ -152,10 +152,10 @@ class Service:
 
     def _http_port(self, base: Path) -> HttpPort:
         try:
-            from wfm_reward.web.port import HttpPort, Service
+            from wfm_reward.web.port import HttpPort, ServiceParts
         except ImportError as error:
             raise RewardError(f"the HTTP port needs a package ({error}): pip install 'wfm_ds[reward-http]'") from error
-        return HttpPort(Service(self.config, self._hub, self._scorers, self._stats, self._keys), base)
+        return HttpPort(ServiceParts(self.config, self._hub, self._scorers, self._stats, self._keys), base)
 
     def _announce(self) -> None:
         """Complete or absent, and readable by the owner only."""
