@@ -15,6 +15,7 @@ import os
 import re
 import stat
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ import zmq
 import zmq.auth
 
 from wfm_ds.errors import UserError
+from wfm_ds.pipes.throttle import Throttle
 from wfm_ds.program import program
 
 log = logging.getLogger(__name__)
@@ -68,9 +70,11 @@ def hub_keys(folder: Path) -> HubKeys:
     for path in _listed(folder):
         _public(path)
 
+    complaints = Throttle(log.warning)  # the folder is read at each handshake, and anybody may try one
+
     def allowed(key: bytes) -> bool:
         """Never raises: it is called by the thread on which every handshake depends."""
-        return key == public or key in _readable(folder)
+        return key == public or key in _readable(folder, complaints)
 
     return HubKeys(public, secret, allowed)
 
@@ -79,7 +83,7 @@ def _listed(folder: Path) -> list[Path]:
     return [path for path in (folder / "public").glob(f"*{PUBLIC}") if path.stem != HUB]
 
 
-def _readable(folder: Path) -> set[bytes]:
+def _readable(folder: Path, complaints: Throttle) -> set[bytes]:
     """The public keys that can be read at this moment: a file may be half copied, or just have been removed."""
     keys = set()
     try:
@@ -87,9 +91,9 @@ def _readable(folder: Path) -> set[bytes]:
             try:
                 keys.add(_public(path))
             except KeyFileError as error:
-                log.warning("passed over: %s", error)
+                complaints.tell(path.name, f"passed over: {error}", time.monotonic())
     except OSError as error:
-        log.warning("%s cannot be listed: %s", folder / "public", error)
+        complaints.tell("list", f"{folder / 'public'} cannot be listed: {error}", time.monotonic())
     return keys
 
 
