@@ -1,5 +1,5 @@
-"""What the published runs do and a first look at their configurations does not show: sharding, averages, the service
-that scores, and how long an epoch is."""
+"""Settings of the published runs that their configurations leave to defaults: sharding, averages, the service that
+scores, and how long an epoch is."""
 
 import tomllib
 
