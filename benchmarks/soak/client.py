@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.soak import samples
 from benchmarks.soak.samples import CHUNK, GROUPS, MEMBERS, PER_STEP
-from wfm_ds.pipes.client import Outcome, PipeClient, TaskRequest
+from wfm_ds.pipes.client import PipeClient, TaskOutcome, TaskRequest
 from wfm_ds.pipes.wire import Message
 from wfm_ds.rollout import KIND
 from wfm_ds.rollout.coordinator import Chunk, Closed, Coordinator
@@ -75,7 +75,7 @@ class Trainer:
             rows = [{"members": samples.sample_ids(*chunk), "seconds": self.seconds} for chunk, _ in some]
             self.pipe.submit(rows, [], [TaskRequest(i, KIND, n, n + 1, until_s) for n, (_, i) in enumerate(some)])
 
-    def _book(self, outcome: Outcome) -> None:
+    def _book(self, outcome: TaskOutcome) -> None:
         if not outcome.ok:
             raise Wrong(f"chunk {outcome.id} is lost: {outcome.reason}")
         try:

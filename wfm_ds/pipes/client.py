@@ -1,7 +1,7 @@
 """A client's side: submit tasks, take their outcomes. One thread talks to the hub; nothing here blocks on a socket.
 
 The client is the source of truth: it repeats a submission until it is accepted, and submits everything unfinished again
-when the hub has been restarted. Every task ends in exactly one Outcome, or is cancelled.
+when the hub has been restarted. Every task ends in exactly one TaskOutcome, or is cancelled.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TaskRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TaskOutcome:
     """How a task ended: `meta` is what the worker returned, or `reason` says why there is nothing."""
 
     id: str
@@ -98,7 +98,7 @@ class PipeClient:
         self._identity = {"run": run, "client": client, "epoch": time.time_ns()}
         self._commands: Mailbox[Callable[[], None]] = Mailbox()
         self._changed = threading.Condition()
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[TaskOutcome] = []
         self._stopping = False
         self._silent_s = 0.0
         self._trouble = "it has not been tried yet"
@@ -145,7 +145,7 @@ class PipeClient:
         submission.encode(MAX_MID, self.now_s())  # as large as its header can become
         self._commands.put(lambda: self._add(submission))
 
-    def take(self, timeout_s: float) -> list[Outcome]:
+    def take(self, timeout_s: float) -> list[TaskOutcome]:
         """Outcomes since the last call; waits up to timeout_s for the first."""
         with self._changed:
             self._changed.wait_for(lambda: self._outcomes, max(0.0, timeout_s))
@@ -317,7 +317,7 @@ class PipeClient:
             self._accepted(fields, now_s)
         elif message.type == "finished":
             for item in fields["items"]:
-                self._finish(Outcome(item["id"], item["ok"], item["seconds"], item["meta"], item["reason"]))
+                self._finish(TaskOutcome(item["id"], item["ok"], item["seconds"], item["meta"], item["reason"]))
             if fields["items"]:
                 if fields["after"] <= self._seq:  # else something is missing, and the hub will repeat all since then
                     self._seq = max(self._seq, fields["items"][-1]["seq"])
@@ -357,13 +357,13 @@ class PipeClient:
             if why == "full" and task_id in self._where:
                 self._where[task_id].retry_at_s = now_s + FULL_S
             elif task_id in self._where:
-                self._finish(Outcome(task_id, False, 0.0, {}, f"refused: {why}"))
+                self._finish(TaskOutcome(task_id, False, 0.0, {}, f"refused: {why}"))
 
     def _add(self, submission: _Submission) -> None:
         self._submissions.append(submission)
         self._where.update(dict.fromkeys(submission.open, submission))
 
-    def _finish(self, outcome: Outcome) -> None:
+    def _finish(self, outcome: TaskOutcome) -> None:
         if self._drop(outcome.id):  # else a repetition
             with self._changed:
                 self._outcomes.append(outcome)

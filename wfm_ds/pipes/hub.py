@@ -30,7 +30,7 @@ from wfm_ds.pipes.port import Port
 from wfm_ds.pipes.sockets import Mailbox, Router, authenticator
 from wfm_ds.pipes.spool import Spool
 from wfm_ds.pipes.status import Ended, HubStatus, ignore
-from wfm_ds.pipes.tasks import Completion, Task, Work
+from wfm_ds.pipes.tasks import Completion, Task, TaskPayload
 
 log = logging.getLogger(__name__)
 
@@ -179,9 +179,9 @@ class Hub:
         return HubStatus(kinds, workers, clients, counts, rejected, self._ledger.held_bytes)
 
     def _observe(self, task: Task, completion: Completion) -> None:
-        work: Work = task.payload
-        waited_s = max(0.0, self._clock.now_s - work.submitted_at_s - completion.seconds)
-        self._observer(Ended(task.kind, work.rows, work.specs, work.frames, completion, waited_s))
+        payload: TaskPayload = task.payload
+        waited_s = max(0.0, self._clock.now_s - payload.submitted_at_s - completion.seconds)
+        self._observer(Ended(task.kind, payload.rows, payload.specs, payload.frames, completion, waited_s))
 
     def _bound(self, endpoint: str, expected: frozenset[str], keys: HubKeys | None) -> Port:
         router = Router(self._context, endpoint, keys)

@@ -19,7 +19,7 @@ from wfm_ds.pipes.messages import REASON_CHARS
 from wfm_ds.pipes.port import Port
 from wfm_ds.pipes.sockets import key_of
 from wfm_ds.pipes.spool import NotHeld, Spool, run_of
-from wfm_ds.pipes.tasks import Admission, Completion, Refused, Task, Work
+from wfm_ds.pipes.tasks import Admission, Completion, Refused, Task, TaskPayload
 from wfm_ds.pipes.wire import HEADER_BYTES, Message, TensorSpec, WireError
 
 SILENT_CLIENT_S = 300.0  # then its tasks are dropped
@@ -155,9 +155,9 @@ class Clients:
             part = slice(fields["start"], fields["stop"])
             specs = message.specs[part]
             frames = payload[frame_at[part.start] : frame_at[part.stop]] if specs else []
-            work = Work(rows[part], specs, tuple(frames), now_s)
+            held = TaskPayload(rows[part], specs, tuple(frames), now_s)
             num_bytes, num_rows = sum(spec.nbytes for spec in specs), part.stop - part.start
-            task = Task(fields["id"], owner, fields["kind"], num_bytes, now_s + fields["deadline_s"], work, num_rows)
+            task = Task(fields["id"], owner, fields["kind"], num_bytes, now_s + fields["deadline_s"], held, num_rows)
             try:
                 admission = self._ledger.submit(task)
                 answers.append(("ids" if admission is Admission.NEW else "known", task.id))

@@ -42,11 +42,13 @@ class Spool:
     def __init__(self) -> None:
         self.held_bytes = 0
         self._results: dict[str, _Result] = {}
+        self._ids_of: dict[str, set[str]] = {}  # by owner: what is held for it
         self._files: dict[str, Path] = {}
 
     def put(self, task_id: str, owner: str, specs: tuple[TensorSpec, ...], frames: Iterable[Any]) -> None:
         self._drop(task_id)
         self._results[task_id] = _Result(owner, specs, tuple(frames))
+        self._ids_of.setdefault(owner, set()).add(task_id)
         self.held_bytes += sum(spec.nbytes for spec in specs)
 
     def result(self, task_id: str, run: str) -> tuple[tuple[TensorSpec, ...], tuple[Any, ...]]:
@@ -64,7 +66,7 @@ class Spool:
                 self._drop(task_id)
 
     def drop_of(self, owner: str) -> None:
-        for task_id in [task_id for task_id, result in self._results.items() if result.owner == owner]:
+        for task_id in list(self._ids_of.get(owner, ())):
             self._drop(task_id)
 
     def announce(self, files: Mapping[str, Path]) -> None:
@@ -89,3 +91,7 @@ class Spool:
         found = self._results.pop(task_id, None)
         if found is not None:
             self.held_bytes -= sum(spec.nbytes for spec in found.specs)
+            ids = self._ids_of[found.owner]
+            ids.remove(task_id)
+            if not ids:
+                del self._ids_of[found.owner]

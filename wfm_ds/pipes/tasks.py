@@ -22,7 +22,9 @@ class Admission(Enum):
     KNOWN = auto()
 
 
-class Verdict(Enum):
+class ReportStatus(Enum):
+    """What becomes of a worker's report."""
+
     ACCEPTED = auto()
     LATE = auto()  # accepted from a lease that had expired
     DUPLICATE = auto()  # the task is finished, or gone
@@ -41,7 +43,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class TaskPayload:
     """A task's payload in a hub: its rows and their tensors, as they were received."""
 
     rows: list[dict[str, Any]]

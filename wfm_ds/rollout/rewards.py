@@ -26,7 +26,7 @@ import yaml
 
 from wfm_ds.distributed.liveness import MOVES
 from wfm_ds.errors import RewardError
-from wfm_ds.pipes.client import Outcome, PipeClient
+from wfm_ds.pipes.client import PipeClient, TaskOutcome
 from wfm_ds.pipes.keys import KeyFileError, client_keys
 from wfm_ds.pipes.sockets import PipeError, private_folder
 from wfm_ds.pipes.submission import submit_in_pieces
@@ -278,7 +278,7 @@ class RewardClient:
         """Until the next deadline; at most half a second, to notice a lost service."""
         return min(0.5, min(ticket.deadline_s for ticket in self._tickets.values()) - self._pipe.now_s())
 
-    def _book(self, outcome: Outcome) -> None:
+    def _book(self, outcome: TaskOutcome) -> None:
         ticket = self._tickets.pop(outcome.id, None)
         if ticket is None:
             return  # given up already
@@ -316,7 +316,7 @@ class RewardClient:
             self._scores.setdefault(sample_id, {})[ticket.reward] = score
 
 
-def _scores(ticket: _Ticket, outcome: Outcome) -> Iterator[Score]:
+def _scores(ticket: _Ticket, outcome: TaskOutcome) -> Iterator[Score]:
     """Raises KeyError, TypeError or ValueError unless the answer is one [value, failure, parts] per sample."""
     answers = outcome.meta["scores"]
     seconds = outcome.seconds / len(ticket.sample_ids)

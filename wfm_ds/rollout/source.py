@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wfm_ds.algorithms import RlAlgorithm
 from wfm_ds.errors import RunError
-from wfm_ds.pipes.client import Outcome, PipeClient, TaskRequest
+from wfm_ds.pipes.client import PipeClient, TaskOutcome, TaskRequest
 from wfm_ds.pipes.hub import Hub
 from wfm_ds.pipes.keys import ClientKeys
 from wfm_ds.pipes.messages import MAX_ROWS
@@ -292,7 +292,7 @@ class _Lead:
             return f"no chunk was finished for rollout.timeout_s = {limit_s:g} s: {waiting}, {who}"
         return ""
 
-    def _book(self, outcome: Outcome) -> None:
+    def _book(self, outcome: TaskOutcome) -> None:
         if not outcome.ok:
             self.coordinator.give_up(outcome.id, outcome.reason)
             return
