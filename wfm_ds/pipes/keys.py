@@ -25,6 +25,7 @@ import zmq.auth
 
 from wfm_ds.errors import UserError
 from wfm_ds.pipes.throttle import Throttle
+from wfm_ds.program import program
 
 log = logging.getLogger(__name__)
 
@@ -164,21 +165,21 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
     return public, secret
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m wfm_ds.pipes.keys", description="Keys of hubs, clients and workers."
-    )
-    command = parser.add_subparsers(dest="command", required=True).add_parser("new", help="make a pair of keys")
-    command.add_argument("folder", type=Path, metavar="DIR", help="made if it is not there")
-    command.add_argument("name", metavar="NAME", help=f"{HUB} for a hub; any other for a client or worker")
-    options = parser.parse_args(arguments)
-    try:
-        secret, public = new(options.folder, options.name)
-    except KeyFileError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+def main(argv: Sequence[str] | None = None) -> int:
+    return program(parser(), run, argv)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="wfm_ds.pipes.keys", description="Keys of hubs, clients and workers.")
+    p.add_argument("command", choices=["new"], help="make a pair of keys")
+    p.add_argument("folder", type=Path, metavar="DIR", help="made if it is not there")
+    p.add_argument("name", metavar="NAME", help=f"{HUB} for a hub; any other for a client or worker")
+    return p
+
+
+def run(args: argparse.Namespace) -> None:
+    secret, public = new(args.folder, args.name)
     sys.stdout.write(f"secret: {secret} (keep it on this machine)\npublic: {public} (copy it to those who need it)\n")
-    return 0
 
 
 if __name__ == "__main__":
