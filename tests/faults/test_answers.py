@@ -16,8 +16,8 @@ from faults.proxy import FaultyProxy
 from wfm_ds.pipes import client as client_module
 from wfm_ds.pipes import requests
 from wfm_ds.pipes.client import PipeClient, TaskRequest
+from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.hub import Hub, Kind
-from wfm_ds.pipes.sockets import private_folder
 
 WORKER = Path(__file__).parent / "lease_worker.py"
 SILENT_S = 4.0  # a worker says something every 2 s
@@ -25,11 +25,11 @@ SILENT_S = 4.0  # a worker says something every 2 s
 
 @pytest.fixture
 def stack():
-    folder = private_folder()
-    with ExitStack() as stack:
-        stack.callback(folder.rmdir)
+    with SocketFolder() as folder, ExitStack() as stack:
         stack.folder = folder
         yield stack
+        stack.close()
+        assert not list(folder.iterdir()), "sockets are removed"
 
 
 def a_hub(stack, **options):

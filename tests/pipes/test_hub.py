@@ -21,9 +21,10 @@ import zmq
 
 from wfm_ds.pipes import wire
 from wfm_ds.pipes.client import PipeClient, TaskRequest
+from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.messages import CLIENT_TO_HUB, HUB_TO_CLIENT, HUB_TO_WORKER, WORKER_TO_HUB
-from wfm_ds.pipes.sockets import Dealer, Full, PipeError, Router, check_endpoint, private_folder
+from wfm_ds.pipes.sockets import Dealer, Full, PipeError, Router, check_endpoint
 from wfm_ds.pipes.worker import LeaseWorker, TaskFailed
 
 KIND = "double"
@@ -32,10 +33,9 @@ DEADLINE_S = 20.0
 
 @pytest.fixture
 def folder():
-    path = private_folder()
-    yield path
-    assert not list(path.iterdir()), "sockets are removed"
-    path.rmdir()
+    with SocketFolder() as path:
+        yield path
+        assert not list(path.iterdir()), "sockets are removed"
 
 
 @pytest.fixture

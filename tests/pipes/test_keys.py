@@ -17,9 +17,10 @@ import zmq
 
 from wfm_ds.pipes import keys
 from wfm_ds.pipes.client import PipeClient, TaskRequest
+from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.keys import KeyFileError, client_keys, hub_keys, new
-from wfm_ds.pipes.sockets import PipeError, check_endpoint, private_folder
+from wfm_ds.pipes.sockets import PipeError, check_endpoint
 from wfm_ds.pipes.worker import LeaseWorker
 
 DEADLINE_S = 20.0
@@ -48,8 +49,7 @@ def stack():
 
 def a_hub(stack, folder):
     """Its worker, on this machine, needs no keys."""
-    sockets = private_folder()
-    stack.callback(lambda: shutil.rmtree(sockets))
+    sockets = stack.enter_context(SocketFolder())
     hub = Hub(
         clients="tcp://127.0.0.1:0", workers=f"ipc://{sockets}/w", kinds={"sum": Kind(10.0, {})}, keys=hub_keys(folder)
     )
@@ -103,8 +103,7 @@ def test_a_client_with_its_key_is_served(stack, folders):
 
 def test_the_hubs_own_process_is_let_in(stack, folders):
     secrets = hub_keys(folders[0])
-    sockets = private_folder()
-    stack.callback(lambda: shutil.rmtree(sockets))
+    sockets = stack.enter_context(SocketFolder())
     hub = Hub(clients="tcp://127.0.0.1:0", workers=f"ipc://{sockets}/w", kinds={}, keys=secrets)
     hub.start()
     stack.callback(lambda: hub.stop(0.0))
@@ -249,8 +248,7 @@ def until(condition):
 
 
 def test_a_hub_without_keys_is_a_sentence_for_a_client_with_some(stack, folders):
-    sockets = private_folder()
-    stack.callback(lambda: shutil.rmtree(sockets))
+    sockets = stack.enter_context(SocketFolder())
     hub = Hub(clients="tcp://127.0.0.1:0", workers=f"ipc://{sockets}/w", kinds={})
     hub.start()
     stack.callback(lambda: hub.stop(0.0))

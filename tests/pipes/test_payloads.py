@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from wfm_ds.pipes.client import PipeClient, TaskRequest
+from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.hub_clients import Clients
-from wfm_ds.pipes.sockets import PipeError, private_folder
+from wfm_ds.pipes.sockets import PipeError
 from wfm_ds.pipes.spool import NotHeld, Spool
 from wfm_ds.pipes.wire import FRAME_BYTES, pack_tensors
 from wfm_ds.pipes.worker import Answer, LeaseWorker
@@ -20,11 +21,11 @@ DEADLINE_S = 30.0
 
 @pytest.fixture
 def stack():
-    folder = private_folder()
-    with ExitStack() as stack:
-        stack.callback(folder.rmdir)
+    with SocketFolder() as folder, ExitStack() as stack:
         stack.folder = folder
         yield stack
+        stack.close()
+        assert not list(folder.iterdir()), "sockets are removed"
 
 
 def a_hub(stack, **options):

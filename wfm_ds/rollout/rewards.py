@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import selectors
-import shutil
 import subprocess
 import sys
 import threading
@@ -27,8 +26,9 @@ import yaml
 from wfm_ds.distributed.liveness import MOVES
 from wfm_ds.errors import RewardError
 from wfm_ds.pipes.client import PipeClient, TaskOutcome
+from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.keys import KeyFileError, client_keys
-from wfm_ds.pipes.sockets import PipeError, private_folder
+from wfm_ds.pipes.sockets import PipeError
 from wfm_ds.pipes.submission import submit_in_pieces
 from wfm_ds.recipe.sections import RewardFunction, RewardRecipe
 from wfm_ds.types import MediaBatch, Score
@@ -60,10 +60,10 @@ class RewardService:
         self._log = folder / "reward_service.log"
         self._stopping = threading.Event()
         self._lock = threading.Lock()  # nothing is restarted once `stop` has begun
-        self._sockets = private_folder()
+        self._sockets = SocketFolder()
         folder.mkdir(parents=True, exist_ok=True)
         Path(self.endpoint).unlink(missing_ok=True)
-        self._config.write_text(yaml.safe_dump(service_config(reward, self._sockets), sort_keys=False))
+        self._config.write_text(yaml.safe_dump(service_config(reward, self._sockets.path), sort_keys=False))
         self._log.write_bytes(b"")
         self._process = self._started()
         try:
@@ -101,11 +101,11 @@ class RewardService:
             log.warning("the reward service did not stop within %.0f s and is killed", STOP_S)
             process.kill()
             process.wait()
-        shutil.rmtree(self._sockets, ignore_errors=True)
+        self._sockets.remove()
         Path(self.endpoint).unlink(missing_ok=True)
 
     def _started(self) -> subprocess.Popen[bytes]:
-        self._sockets.mkdir(mode=0o700, exist_ok=True)
+        self._sockets.restore()
         with self._log.open("ab") as log_file:
             return subprocess.Popen(
                 [sys.executable, "-m", "wfm_reward.serve", str(self._config), "--stop-on-eof"],

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -19,9 +18,9 @@ from typing import Any
 
 from wfm_ds.distributed.world import free_port
 from wfm_ds.errors import RecipeError
+from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.keys import HubKeys, hub_keys
-from wfm_ds.pipes.sockets import private_folder
 from wfm_ds.pipes.status import Ended
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import RewardRecipe, RolloutRecipe
@@ -56,9 +55,9 @@ class RolloutService:
         self.folder = recipe.run.output_dir / ROLLOUT
         self.folder.mkdir(parents=True, exist_ok=True)
         self.endpoint = str((self.folder / PIPES).absolute())
-        self._sockets = private_folder() if self.settings.bind == "ipc" else None
+        self._sockets = SocketFolder() if self.settings.bind == "ipc" else None
         self.children: list[Child] = []
-        clients, workers = endpoints(self.settings.bind, self._sockets)
+        clients, workers = endpoints(self.settings.bind, self._sockets and self._sockets.path)
         info: dict[str, Any] = {"identity": dict(identity), "rewards": rewards, "workers": workers}
         try:
             self.hub = Hub(
@@ -128,7 +127,7 @@ class RolloutService:
 
     def _remove_sockets(self) -> None:
         if self._sockets is not None:
-            shutil.rmtree(self._sockets, ignore_errors=True)
+            self._sockets.remove()
 
 
 class Child:
