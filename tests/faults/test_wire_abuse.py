@@ -18,6 +18,7 @@ import pytest
 import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
+from bad_frames import bombard
 from faults.processes import GIB, PATIENCE_S, modest, until
 from reward_http import TOKEN, Http, enqueue_body, serving
 from wfm_ds.errors import RewardError
@@ -192,6 +193,17 @@ def test_a_frame_that_is_too_large_costs_its_sender_the_connection(service):
         stranger.disable_monitor()
         monitor.close()
     context.term()
+
+
+@pytest.mark.parametrize("count", [400, pytest.param(50_000, marks=pytest.mark.slow)])
+def test_messages_drawn_from_a_seed_are_answered_or_rejected_and_leave_nothing(service, count):
+    rejected = metric(service, "wfm_pipes_rejected")
+    with Bystander(service), modest(service[0]):
+        told, invalid = bombard(address(service), count, seed=count)
+    assert invalid > count / 2
+    assert told["reject"] >= invalid, "what is no message is rejected; so is a submission of parts that do not fit"
+    assert metric(service, "wfm_pipes_rejected") - rejected == told["reject"]
+    assert metric(service, "wfm_pipes_held_bytes") == 0
 
 
 def frame(body, flags=0):

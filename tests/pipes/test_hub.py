@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import zmq
 
+from bad_frames import bombard
 from wfm_ds.pipes import wire
 from wfm_ds.pipes.client import PipeClient, TaskRequest
 from wfm_ds.pipes.folders import SocketFolder
@@ -477,6 +478,19 @@ def test_a_flood_of_bad_messages_is_a_line_for_each_reason_and_its_count(stack, 
     assert hub.rejected.total() == 1600
     assert len(lines) <= 2 * len(bad), lines[:20]
     assert sum(int(count[1]) if (count := re.search(r": (\d+) more", line)) else 1 for line in lines) == 1600
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(50_000, marks=pytest.mark.slow)])
+def test_workers_messages_drawn_from_a_seed_are_answered_or_rejected(stack, folder, count):
+    hub = a_hub(stack, folder)
+    a_worker(stack, hub)
+    client = a_client(stack, hub.client_endpoint)
+    told, invalid = bombard(hub.worker_endpoint, count, seed=count, workers=True)
+    assert invalid > count / 2
+    assert hub.rejected.total() == told["reject"] >= invalid
+    submit(client, [1, 2, 3])
+    assert all(outcome.ok for outcome in collect(client, 3).values())
+    assert hub.error is None
 
 
 def test_failures_of_tasks_that_a_worker_does_not_have_are_not_logged(stack, folder, caplog):
