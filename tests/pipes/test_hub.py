@@ -439,23 +439,23 @@ def test_rubbish_disturbs_nobody(stack, folder):
     with socket.create_connection(("127.0.0.1", port)) as raw:
         raw.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
     context = zmq.Context()
-    stranger = Dealer(context, hub.client_endpoint)
+    peer = Dealer(context, hub.client_endpoint)
     deadline_s = time.monotonic() + DEADLINE_S
     sent = 0
     while sent < 20 and time.monotonic() < deadline_s:
         try:
-            stranger.send(os.urandom(50), [b"x"] * sent)
+            peer.send(os.urandom(50), [b"x"] * sent)
             sent += 1
         except Full:
-            stranger.socket.poll(10)
+            peer.socket.poll(10)
     submit(client, [1])
     assert [o.ok for o in collect(client, 1).values()] == [True]
     while sum(hub.rejected.values()) < 20 and time.monotonic() < deadline_s:
-        stranger.socket.poll(20)
-        stranger.receive()
+        peer.socket.poll(20)
+        peer.receive()
     assert sum(hub.rejected.values()) == 20
     assert hub.error is None
-    stranger.close()
+    peer.close()
     context.term()
 
 

@@ -107,7 +107,7 @@ def test_work_arrives_as_it_was_sent():
     work = ChunkWork(4, members())
     found = ChunkWork.of_json(json.loads(json.dumps(work.to_json())))
     assert found.step == 4
-    assert list(found.members) == list(work.members)
+    assert list(found.samples) == list(work.samples)
     with pytest.raises(KeyError):
         ChunkWork.of_json({"step": 1})
 

@@ -101,7 +101,7 @@ class PipeClient:
         self._outcomes: list[TaskOutcome] = []
         self._stopping = False
         self._silent_s = 0.0
-        self._trouble = "it has not been tried yet"
+        self._trouble = "no attempt to connect has been made yet"
         self._refused_at_s = float("-inf")  # the last time that this was seen
         # Owned by the talking thread:
         self._context: zmq.Context[Any] = zmq.Context()
@@ -153,7 +153,7 @@ class PipeClient:
         return taken
 
     def cancel(self, ids: Iterable[str]) -> None:
-        """Nobody waits for these any more; they get no outcome (one may be on its way already)."""
+        """Withdraw tasks; they get no outcome (one may be on its way already)."""
         wanted = list(ids)
         if wanted:
             self._commands.put(lambda: self._cancel(wanted))
@@ -181,11 +181,11 @@ class PipeClient:
         return self._clock.now_s if self._thread.is_alive() else time.monotonic()
 
     def silent_s(self) -> float:
-        """How long the hub has not been heard of, judged after everything that arrived was read."""
+        """Seconds since the hub was heard, taken after everything that had arrived was read."""
         return self._silent_s
 
     def trouble(self) -> str:
-        """What is wrong while the hub is silent."""
+        """The reason why the hub is silent, as far as it is known."""
         return self._trouble
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -210,7 +210,7 @@ class PipeClient:
         return messages
 
     def _await_all(self, wanted: Set[str], silence_s: float) -> bool:
-        """Whether they have arrived; False when for silence_s none of them did. Under self._changed."""
+        """True when all have arrived, False when none has arrived for silence_s. Under self._changed."""
         while lacking := wanted - self._arrived.keys():
             if not self._changed.wait_for(functools.partial(self._any_of, lacking), silence_s):
                 return False
@@ -387,7 +387,7 @@ class PipeClient:
         self._repeat_releases(self._clock.now_s)
 
     def _repeat_releases(self, now_s: float) -> None:
-        """What the hub has not confirmed: a message that is lost would leave it with tensors for good."""
+        """Repeat what the hub has not confirmed: after a lost message it would keep the tensors for good."""
         due = [task_id for task_id, sent_at_s in self._releasing.items() if now_s - sent_at_s > RELEASE_AGAIN_S]
         for some in chunks(due, IDS_PER_MESSAGE):
             if not self._send("release", {"ids": some}):
@@ -408,7 +408,7 @@ class PipeClient:
         return self._send_frames(wire.encode(message_type, next(self._mids), fields))
 
     def _send_frames(self, header: bytes, payload: Sequence[Buffer] = ()) -> bool:
-        """Whether a hub is there to take it. If not, attach again: it may be another one when it is back."""
+        """Send; False if no hub is there to take it. Then attach again: it may be another hub when it is back."""
         try:
             if self._dealer is not None:
                 self._dealer.send(header, payload)

@@ -1,7 +1,7 @@
 """Folders for ipc sockets: private, with a short path, and removed by the next start if their owners were killed.
 
-Who uses a folder holds a shared lock on it, which ends with the process. Only who gets the exclusive lock may sweep the
-folder, and looks into it and removes it under that lock.
+Each process that uses a folder holds a shared lock on it, which ends with the process. A sweep takes the exclusive
+lock first, and looks into the folder and removes it under that lock.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _held(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int | None]:
-    """None for what is gone, is no folder, or belongs to another user."""
+    """A descriptor of this folder; None if it is gone, is not a folder, or belongs to another user."""
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -132,7 +132,7 @@ def _opened(path: Path) -> Iterator[int | None]:
 
 
 def _is_at(folder: int, path: Path) -> bool:
-    """Whether the open folder is the one at this path, not one that was there before."""
+    """True if the open folder is the one at this path, not one that was there before."""
     try:
         return os.path.samestat(os.fstat(folder), path.stat(follow_symlinks=False))
     except FileNotFoundError:

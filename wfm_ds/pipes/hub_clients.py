@@ -1,4 +1,4 @@
-"""The clients' side of a hub: who is attached, what they submit, what they are told and may read.
+"""The clients' side of a hub: attached clients, their submissions, what they are told and may read.
 
 It meets the workers' side in the ledger and in the spool. The hub's thread alone uses it.
 """
@@ -38,7 +38,7 @@ class _Client:
 
 
 class Clients:
-    """Those that attached, by route and by *owner*, RUN/CLIENT, which is what the ledger and the spool know them by."""
+    """The attached clients, by route and by *owner*, RUN/CLIENT: their name in the ledger and in the spool."""
 
     def __init__(
         self,
@@ -49,15 +49,15 @@ class Clients:
         kinds: Mapping[str, Mapping[str, Any]],
         cancel: Callable[[str, str, str], None],
     ) -> None:
-        """`kinds`: what clients are told of each kind of task. `cancel` is told (worker, task id, why) of a task that
-        nobody waits for any more and that this worker works on."""
+        """`kinds`: what clients are told of each kind of task. `cancel` is called with (worker, task id, why) for a
+        withdrawn task that this worker works on."""
         self._port, self._ledger, self._spool = port, ledger, spool
         self._kinds, self._cancel = kinds, cancel
         self._owner_of: dict[bytes, str] = {}
         self._attached: dict[str, _Client] = {}
 
     def silences(self, now_s: float) -> dict[str, float]:
-        """By owner, seconds since it was heard of."""
+        """Seconds since each client was heard, by owner."""
         return {owner: now_s - client.seen_at_s for owner, client in self._attached.items()}
 
     def receive(self, now_s: float) -> None:
@@ -105,7 +105,7 @@ class Clients:
     def _answer_with(
         self, route: bytes, name: str, read: Callable[[], tuple[Sequence[TensorSpec], Sequence[Any]]]
     ) -> None:
-        """What was asked for, or why there is none. A full pipe drops it: the client asks again."""
+        """Send the payload, or the reason why there is none. A full pipe drops it: the client asks again."""
         try:
             specs, payload = read()
         except NotHeld as error:

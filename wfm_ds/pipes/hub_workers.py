@@ -1,4 +1,4 @@
-"""The workers' side of a hub: who is connected, what is on its way to whom, who hangs or is lost.
+"""The workers' side of a hub: connected workers, tasks on their way to them, workers that hang or are lost.
 
 It meets the clients' side in the ledger and in the spool. The hub's thread alone uses it, but for `ids`.
 """
@@ -44,7 +44,7 @@ class _Worker:
 
 
 class Workers:
-    """Those that said hello, by id and by route, each with the tasks that it is still to be sent."""
+    """The connected workers, by id and by route, each with the tasks that are still to be sent to it."""
 
     def __init__(
         self,
@@ -64,14 +64,14 @@ class Workers:
         self._connected: dict[str, _Worker] = {}
 
     def ids(self) -> list[str]:
-        """Of those that are connected, as of a moment ago; for any thread."""
+        """The ids of the connected workers, as of a moment ago; for any thread."""
         return sorted(self._connected)
 
     def receive(self, now_s: float) -> None:
         self._port.receive(self._on_message, now_s)
 
     def lose(self, worker: str, why: str) -> None:
-        """It died, hangs or cannot be reached: its tasks may be to blame, but for those that were not sent."""
+        """Requeue what a worker held that died, hangs or cannot be reached. Tasks that were sent may be the cause."""
         if worker in self._connected:
             self._ledger.not_sent(worker, [letter.task_id for letter in self._connected[worker].outbox])
         for task_id in self._ledger.worker_lost(worker, why):
@@ -100,11 +100,11 @@ class Workers:
             self._flush(worker)
 
     def cancel(self, worker: str, task_id: str, why: str) -> None:
-        """Nobody waits for this task, which it works on."""
+        """Tell a worker that the task it works on was withdrawn."""
         self._send(worker, "cancel", {"ids": [task_id], "why": why})
 
     def dismiss(self, why: str) -> None:
-        """There will be no more work."""
+        """Tell all workers that there will be no more work."""
         for worker in list(self._connected):
             self._send(worker, "bye", {"why": why})
 

@@ -1,4 +1,4 @@
-"""Who works on what: leases, credit, attempts, duplicates. A pure state machine: no clock, no socket, no log.
+"""Tasks and the workers they are leased to: credit, attempts, duplicates. A pure state machine, without a clock.
 
     WAITING --lease--> LEASED --result--> DONE --release--> gone (its id is remembered)
        ^                 |  `--failed for good, or attempts used up--> QUARANTINED --release--> gone
@@ -90,19 +90,19 @@ class Ledger:
         return Admission.NEW
 
     def completions(self, owner: str, after_seq: int) -> list[Completion]:
-        """What has finished and is not released yet, oldest first."""
+        """Completions that are not released yet, oldest first."""
         known = self._owners.get(owner)
         newest_first = reversed(known.completions.values()) if known else ()
         return list(itertools.takewhile(lambda c: c.seq > after_seq, newest_first))[::-1]
 
     def release(self, owner: str, up_to_seq: int) -> None:
-        """The submitter has these completions: forget all but their ids."""
+        """Forget completions that the submitter has, all but their ids."""
         completions = self._owners[owner].completions if owner in self._owners else {}
         while completions and (oldest := next(iter(completions.values()))).seq <= up_to_seq:
             self._remove(self._entries[oldest.id], "released")
 
     def cancel(self, owner: str, ids: Iterable[str]) -> list[tuple[str, str]]:
-        """Drop tasks that nobody waits for. Returns (worker, id) of those being worked on; unknown ids are ignored."""
+        """Drop withdrawn tasks; unknown ids are ignored. Returns (worker, id) of those being worked on."""
         running = []
         for task_id in ids:
             entry = self._entries.get(task_id)
@@ -113,14 +113,14 @@ class Ledger:
         return running
 
     def forget(self, owner: str) -> list[tuple[str, str]]:
-        """Everything of a submitter that left or started anew, remembered ids too."""
+        """Drop everything of a submitter that left or started anew, remembered ids too."""
         known = self._owners.get(owner)
         running = self.cancel(owner, list(known.tasks)) if known else []
         self._owners.pop(owner, None)
         return running
 
     def kind_down(self, kind: str, why: str) -> None:
-        """Nobody will do this kind: what waits and what comes fails at once, by name."""
+        """Fail tasks of this kind, waiting and future ones, with this reason."""
         self._down[kind] = why
         while entry := self._oldest_waiting(kind):
             self._finish(entry, State.QUARANTINED, reason=why)
@@ -128,7 +128,7 @@ class Ledger:
     # Workers
 
     def worker_up(self, worker: str, kinds: frozenset[str], credit: int, held: Iterable[str]) -> None:
-        """A worker said hello, perhaps again: leases on what it does not hold were lost on the way, and requeue."""
+        """Book a worker's hello, perhaps a repeated one. Leases on tasks that it does not hold requeue."""
         known = self._workers.setdefault(worker, LeaseHolder(kinds, credit))
         known.kinds, known.credit = kinds, credit
         for task_id in known.leases.keys() - set(held):
@@ -170,7 +170,7 @@ class Ledger:
         return self._count(ReportStatus.ACCEPTED if current else ReportStatus.LATE)
 
     def failed(self, worker: str, task_id: str, attempt: int, reason: str, fatal: bool) -> ReportStatus:
-        """The worker could not do it: another attempt, or quarantine with the reasons of all."""
+        """Book a failure: another attempt, or quarantine with the reasons of all attempts."""
         known = self._workers.get(worker)
         lease = known.leases.get(task_id) if known else None
         if lease is not None and lease.attempt != attempt:
@@ -194,7 +194,7 @@ class Ledger:
         return lost
 
     def worker_left(self, worker: str) -> list[str]:
-        """It said goodbye: requeue all its leases, of which none counts as an attempt. Returns their tasks."""
+        """Requeue all leases of a worker that said goodbye; none counts as an attempt. Returns their tasks."""
         known = self._workers.get(worker)
         left = list(known.leases) if known else []
         self.not_sent(worker, left)
@@ -232,20 +232,20 @@ class Ledger:
         return any(not lease.void for worker in self._workers.values() for lease in worker.leases.values())
 
     def has_completions(self) -> bool:
-        """Whether anything has finished that its submitter has not released."""
+        """True if anything has finished that its submitter has not released."""
         return any(owner.completions for owner in self._owners.values())
 
     def knows_worker(self, worker: str) -> bool:
         return worker in self._workers
 
     def owner_of(self, task_id: str) -> str | None:
-        """Who submitted it; None if it is unknown or gone."""
+        """The submitter of a task; None if the task is unknown or gone."""
         entry = self._entries.get(task_id)
         return entry.task.owner if entry is not None else None
 
     def census(self, now_s: float) -> tuple[dict[str, tuple[int, int]], dict[str, float | None]]:
-        """What waits and what is leased, (waiting, leased) by kind; and by worker, seconds since the last progress of
-        what it works on, None if it has nothing."""
+        """Counts (waiting, leased) by kind; and by worker, seconds since the last progress of its tasks, None if it has
+        no task."""
         leases = [(t, lease) for worker in self._workers.values() for t, lease in worker.leases.items()]
         leased = Counter(self._entries[task_id].task.kind for task_id, lease in leases if not lease.void)
         ages = {
@@ -262,7 +262,7 @@ class Ledger:
         self._deadlines.put(entry.task.id, entry.task.deadline_s)
 
     def _requeue(self, entry: Entry, reason: str, fatal: bool) -> None:
-        """An attempt has ended without a result."""
+        """Book an attempt that has ended without a result."""
         entry.reasons.append(reason)
         entry.suspect = True
         entry.failures += 1
@@ -314,7 +314,7 @@ class Ledger:
         self.counts[as_what] += 1
 
     def _stop_holding(self, entry: Entry) -> None:
-        """From WAITING or LEASED to anything final: bytes, the waiting count, and a lease that becomes void."""
+        """Leave WAITING or LEASED for a final state: free the bytes and the place in the queue, void the lease."""
         self._stop_waiting(entry)
         if entry.worker is not None:
             lease = self._workers[entry.worker].leases.get(entry.task.id)
@@ -329,14 +329,14 @@ class Ledger:
         self._deadlines.discard(entry.task.id)
 
     def _take_lease(self, worker: str, task_id: str) -> bool:
-        """A worker reports: its lease ends. Whether it was live."""
+        """End a worker's lease; True if it was live."""
         known = self._workers.get(worker)
         lease = known.leases.pop(task_id, None) if known else None
         self._stalls.discard((worker, task_id))
         return lease is not None and not lease.void
 
     def _give_back(self, worker: str, task_id: str) -> None:
-        """Its lease ends, and was no attempt."""
+        """End a worker's lease, and count no attempt."""
         if self._take_lease(worker, task_id):
             self._wait_again(self._entries[task_id])
 

@@ -1,4 +1,4 @@
-"""What a ledger writes down: tasks in hand, leases, workers and submitters. Plain data; ledger.py changes it."""
+"""The records of a ledger: tasks in hand, leases, workers and submitters. Plain data; ledger.py changes it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Entry:
 
     @property
     def open(self) -> bool:
-        """Whether it is not finished yet."""
+        """True until the task is finished."""
         return self.state in (State.WAITING, State.LEASED)
 
 
@@ -48,8 +48,8 @@ class LeaseHolder:
     leases: dict[str, Lease] = field(default_factory=dict)
 
     def takes(self, rows: int, *, alone: bool) -> bool:
-        """Whether a task fits beside what it holds. One that may have killed a worker is held alone, so that it takes
-        no other task along a second time."""
+        """Say if a task fits beside what the worker holds. A task that may have killed a worker is held alone: if it
+        kills again, no other task is lost with it."""
         if not self.leases:
             return True
         alone = alone or any(lease.alone for lease in self.leases.values())

@@ -59,7 +59,7 @@ class Full(Exception):
 
 
 class Mailbox(Generic[T]):
-    """Hands things to the thread that polls `fileno()`. `put` may be called from any thread, and never blocks."""
+    """A queue to the thread that polls `fileno()`. `put` may be called from any thread, and never blocks."""
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
@@ -77,7 +77,7 @@ class Mailbox(Generic[T]):
             self._writer.send(b"!")  # a full pipe wakes the reader as well; a closed one has no reader
 
     def take(self) -> list[T]:
-        """Everything put so far, in order; the polling thread calls it."""
+        """Take everything put so far, in order; the polling thread calls it."""
         with contextlib.suppress(BlockingIOError):
             while self._reader.recv(4096):
                 pass
@@ -203,7 +203,7 @@ class Dealer:
         _send(self.socket, [header, *payload])
 
     def trouble(self) -> str:
-        """Why the hub does not want this peer, as far as its last attempt to connect tells; "" if nothing is known."""
+        """The reason why the hub refuses this peer, as of the last attempt to connect; "" if none is known."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -218,11 +218,11 @@ class Dealer:
         return self._trouble
 
     def settled(self) -> bool:
-        """Whether there was time for a first handshake."""
+        """True when there was time for a first handshake."""
         return time.monotonic() - self._opened_at_s > REOPEN_S
 
     def stale(self) -> bool:
-        """Whether to open another: zmq does not come back by itself to a hub that has refused it."""
+        """True when another must be opened: zmq does not return by itself to a hub that has refused it."""
         return bool(self.trouble()) and self.settled()
 
     def close(self) -> None:
@@ -233,7 +233,7 @@ class Dealer:
 
 
 def authenticator(context: zmq.Context[Any], keys: HubKeys) -> ThreadAuthenticator:
-    """Lets in, to the context's sockets with keys, whom they allow. The caller stops it before the context ends."""
+    """A thread that lets peers with allowed keys connect. The caller stops it before the context ends."""
 
     class Allowed:
         def callback(self, domain: str, key: bytes) -> bool:

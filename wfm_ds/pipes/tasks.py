@@ -1,4 +1,4 @@
-"""What the ledger keeps books on: tasks, who has them, and how they end."""
+"""The ledger's vocabulary: tasks, grants to workers, and completions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Admission(Enum):
 
 
 class ReportStatus(Enum):
-    """What becomes of a worker's report."""
+    """The fate of a worker's report."""
 
     ACCEPTED = auto()
     LATE = auto()  # accepted from a lease that had expired

@@ -84,7 +84,7 @@ class RewardService:
 
     @property
     def pid(self) -> int:
-        """Of the service's process; another one after a restart."""
+        """The process id of the service; another one after a restart."""
         return self._process.pid
 
     def stop(self) -> None:
@@ -132,7 +132,7 @@ class RewardService:
         return errors[-1] if errors else f"the reward service ended with exit status {self._process.wait()}"
 
     def _watch(self) -> None:
-        """Restart what dies; clients find the new one and submit again what they have not got back."""
+        """Restart the service when it dies; clients find the new one and submit again what has no answer."""
         deaths: deque[float] = deque()
         while True:
             status = self._process.wait()
@@ -167,7 +167,7 @@ def service_config(reward: RewardRecipe, sockets: Path) -> dict[str, Any]:
 
 
 def _stall_s(name: str) -> float:
-    """The reward's own; somebody else's class is not imported here for it."""
+    """The reward's own limit; a class of the user's is not imported here to ask for it."""
     from wfm_reward import registry
 
     return STALL_S if registry.is_path(name) else registry.describe(name).stall_s
@@ -275,7 +275,7 @@ class RewardClient:
         return f"{self._token}/{self._num_submitted}#{kind.removeprefix('score:')}"
 
     def _patience_s(self) -> float:
-        """Until the next deadline; at most half a second, to notice a lost service."""
+        """Seconds until the next deadline; at most half a second, to notice a lost service."""
         return min(0.5, min(ticket.deadline_s for ticket in self._tickets.values()) - self._pipe.now_s())
 
     def _book(self, outcome: TaskOutcome) -> None:
