@@ -300,7 +300,7 @@ def test_half_a_pair_is_named_and_left_as_it_is(tmp_path, there):
 @pytest.mark.parametrize("name", ["", "../x", "a b", "a/b", "x" * 65])
 def test_a_name_is_plain(tmp_path, name, capsys):
     assert keys.main(["new", str(tmp_path), name]) == 2
-    assert "is no name for a key" in capsys.readouterr().err
+    assert "is not a name for a key" in capsys.readouterr().err
 
 
 def test_secrets_that_others_can_read_are_refused(folders):
