@@ -57,7 +57,7 @@ def a_worker(stack, endpoint, name, journal, *constants):
 
 
 def left(process):
-    """What it says when it is asked to leave."""
+    """The words of a worker that is asked to leave."""
     said, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
     return json.loads(said)
@@ -208,7 +208,7 @@ one.stop(0.0)
 
 @pytest.mark.slow
 def test_a_hub_that_was_suspended_with_its_workers_does_not_take_them_for_silent(stack, tmp_path):
-    """It is awake first, and has not heard of them for longer than it would wait."""
+    """The hub wakes first, and has heard nothing of them for longer than it would wait."""
     hub = subprocess.Popen(
         [sys.executable, "-c", HUB, stack.folder, str(SILENT_S)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

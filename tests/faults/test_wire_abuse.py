@@ -40,7 +40,7 @@ ATTACH = encode("attach", 1, {"run": "abuse", "client": "unlisted", "epoch": 1})
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    """Its process, and what it said. Without keys, as on one machine."""
+    """A service without keys, as on one machine: its process, and what it said."""
     folder = tmp_path_factory.mktemp("abuse")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)

@@ -34,7 +34,7 @@ sys.stdin.read()
 
 @pytest.fixture(autouse=True)
 def base(monkeypatch, tmp_path_factory):
-    """Where folders are made, in this process and in those that it starts."""
+    """The place where folders are made, by this process and by those that it starts."""
     base = tmp_path_factory.mktemp("s", numbered=True)
     short = f"/tmp/{PREFIX}test-{os.getpid()}-{base.name}"
     os.symlink(base, short)

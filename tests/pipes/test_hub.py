@@ -460,7 +460,7 @@ def test_rubbish_disturbs_nobody(stack, folder):
 
 
 def test_a_flood_of_bad_messages_is_a_line_for_each_reason_and_its_count(stack, folder, caplog):
-    """As many distinct texts as messages: what a peer writes makes no reason of its own."""
+    """Every message has a text of its own: what a peer writes makes no reason of its own."""
     hub = a_hub(stack, folder)
     peer = RawPeer(stack, hub.client_endpoint)
     bad = [

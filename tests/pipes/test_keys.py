@@ -48,7 +48,7 @@ def stack():
 
 
 def a_hub(stack, folder):
-    """Its worker, on this machine, needs no keys."""
+    """A hub whose worker, on this machine, needs no keys."""
     sockets = stack.enter_context(SocketFolder())
     hub = Hub(
         clients="tcp://127.0.0.1:0", workers=f"ipc://{sockets}/w", kinds={"sum": Kind(10.0, {})}, keys=hub_keys(folder)
@@ -60,7 +60,7 @@ def a_hub(stack, folder):
 
 
 def a_hub_for_machines(stack, folder):
-    """Its workers need keys too."""
+    """A hub whose workers need keys too."""
     here = "tcp://127.0.0.1:0"
     kinds = {"sum": Kind(60.0, {})}
     hub = Hub(clients=here, workers=here, kinds=kinds, keys=hub_keys(folder), worker_keys=True)
@@ -148,7 +148,7 @@ def test_a_refusal_is_not_waited_for(stack, folders, tmp_path):
 
 
 def says(client, words):
-    """It is not let in, and says why."""
+    """Wait until the client is refused with these words."""
     deadline_s = time.monotonic() + DEADLINE_S
     while True:
         with pytest.raises(PipeError) as error:

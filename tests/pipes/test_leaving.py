@@ -1,4 +1,4 @@
-"""Which ends of a worker are held against the task that it had: a goodbye is not, a death is."""
+"""A worker's end and the task that it had: a goodbye is no attempt, a death is one."""
 
 import sys
 import threading

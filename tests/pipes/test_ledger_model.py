@@ -156,7 +156,7 @@ class Model(RuleBasedStateMachine):
         self.attempts = {}  # task id -> leases that ended in a failure, a stall or a death
 
     def spent(self, *leases):
-        """These ended so."""
+        """Count leases that ended in a failure, a stall or a death."""
         for worker, task_id, attempt in leases:
             if self.held_by.get(task_id) == (worker, attempt):
                 del self.held_by[task_id]
@@ -297,7 +297,7 @@ class Model(RuleBasedStateMachine):
         assert self.ledger.held_bytes <= MAX_BYTES
 
     def teardown(self):
-        """From any state, workers that leave change nothing and fresh ones bring everything to an end."""
+        """End from any state: workers that leave change nothing, and fresh ones finish everything."""
         self.drain(True)
         for worker in WORKERS:
             self.worker_lost(worker)

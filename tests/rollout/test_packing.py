@@ -25,7 +25,7 @@ def a_trajectory(plan, count=3):
 
 
 def sent(arrays):
-    """What the other side reads."""
+    """The trajectory as the other side reads it."""
     specs, frames = wire.pack_tensors(arrays)
     return {spec.name: torch.from_numpy(wire._joined(spec, part)) for spec, part in zip(specs, frames, strict=True)}
 

@@ -1,4 +1,4 @@
-"""What the trainer tells and asks of the workers that it starts. The processes themselves are in tests/faults."""
+"""The trainer and the workers that it starts: commands, environment, restarts. The processes themselves are in tests/faults."""
 
 import sys
 import threading

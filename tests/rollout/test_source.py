@@ -1,4 +1,4 @@
-"""What rank 0 asks of the workers. Whole runs are in tests/multi_rank/test_async.py."""
+"""Rank 0 and its tasks for the workers. Whole runs are in tests/multi_rank/test_async.py."""
 
 from contextlib import ExitStack
 from pathlib import Path

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from wfm_ds.run.job import Job
 
 Scores = dict[str, dict[str, Score]]
-"""By sample id and reward."""
+"""Scores by sample id and reward."""
 
 
 def submit_pictures(

@@ -57,7 +57,7 @@ class RolloutService:
         self.endpoint = str((self.folder / PIPES).absolute())
         self._sockets = SocketFolder() if self.settings.bind == "ipc" else None
         self.children: list[Child] = []
-        clients, workers = endpoints(self.settings.bind, self._sockets and self._sockets.path)
+        clients, workers = endpoints(self.settings.bind, None if self._sockets is None else self._sockets.path)
         info: dict[str, Any] = {"identity": dict(identity), "rewards": rewards, "workers": workers}
         try:
             self.hub = Hub(

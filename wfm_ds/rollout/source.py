@@ -178,7 +178,7 @@ class AsyncSource:
     def _rollouts(
         self, chunk: _Planned, arrays: _Arrays | None, samples: Sequence[RolloutSample], rows: range, step: int
     ) -> list[Rollout]:
-        """These rows of the step on every rank of the replica, whose leader alone has the chunk's arrays: the hub sends
+        """Give these rows of the step to every rank of the replica, whose leader alone has the chunk's arrays: the hub sends
         them once, and the ranks have the faster network. Collective in the replica."""
         world, plan = self.job.world, self.algorithm.plan(step)
         assert isinstance(plan, FlowPlan)
@@ -264,7 +264,7 @@ class _Lead:
                 return False, ""
 
     def plan(self, step: int) -> list[list[Any]]:
-        """Its chunks, as JSON of _Planned."""
+        """The chunks of a step, as JSON of _Planned."""
         del self._samples[step]
         return [self._line(closed) for closed in self.coordinator.plan(step)]
 
