@@ -22,9 +22,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from wfm_ds.errors import RewardError, UserError
+from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.keys import hub_keys
-from wfm_ds.pipes.sockets import Mailbox, private_folder
+from wfm_ds.pipes.sockets import Mailbox
 from wfm_ds.pipes.status import Ended
 from wfm_ds.program import program
 from wfm_reward import registry
@@ -78,7 +79,10 @@ class Service:
         self._stalled: Mailbox[str] = Mailbox()  # workers
         self._stop: str | None = None  # why
         self._drain_s = 0.0
-        self._folder = config.pipes.folder or private_folder()
+        if (folder := config.pipes.folder) is None:
+            self._own = SocketFolder()  # in use as long as this process lives
+            folder = self._own.path
+        self._folder = folder
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._stats = Stats()
         try:

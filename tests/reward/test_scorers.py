@@ -13,9 +13,10 @@ import zmq
 from faults.processes import until
 from wfm_ds.pipes import wire
 from wfm_ds.pipes.client import PipeClient, TaskRequest
+from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.messages import HUB_TO_WORKER
-from wfm_ds.pipes.sockets import Dealer, Full, private_folder
+from wfm_ds.pipes.sockets import Dealer, Full
 from wfm_reward import scorers
 
 KIND = "score:quiet"
@@ -66,8 +67,7 @@ def stalls():
 
 @pytest.fixture
 def hub(stack, stalls):
-    folder = private_folder()
-    stack.callback(folder.rmdir)
+    folder = stack.enter_context(SocketFolder())
     sockets = {"clients": f"ipc://{folder}/c", "workers": f"ipc://{folder}/w"}
     hub = Hub(**sockets, kinds={KIND: Kind(0.5, {})}, on_stall=stalls.put)
     hub.start()

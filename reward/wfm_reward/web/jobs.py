@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from wfm_ds.pipes.client import Outcome, PipeClient
+from wfm_ds.pipes.client import PipeClient, TaskOutcome
 from wfm_ds.pipes.keys import ClientKeys
 from wfm_ds.pipes.submission import Piece, submit_in_pieces
 from wfm_ds.pipes.wire import Array
@@ -209,7 +209,7 @@ class Jobs:
                 except RuntimeError:  # the loop was closed meanwhile: nobody waits for them
                     return
 
-    def _book(self, outcomes: Sequence[Outcome]) -> None:
+    def _book(self, outcomes: Sequence[TaskOutcome]) -> None:
         for outcome in outcomes:
             found = self._pieces.pop(outcome.id, None)
             if found is None:
@@ -252,7 +252,7 @@ def _video(answer: Any) -> Array | str:
     return video
 
 
-def _discard(outcome: Outcome) -> None:
+def _discard(outcome: TaskOutcome) -> None:
     """A video that comes when nobody waits for it any more is a file that nobody else removes."""
     videos = outcome.meta.get("videos") if outcome.ok else None
     for path, _, _ in videos or []:
