@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from wfm_ds.errors import RewardError
+from wfm_reward.base import MAX_BATCH
 
 
 class Section(BaseModel):
@@ -53,7 +54,7 @@ class RewardConfig(Section):
     """Where its model runs."""
     workers: PositiveInt = 1
     """Processes."""
-    max_batch: PositiveInt = Field(16, le=64)
+    max_batch: PositiveInt = Field(16, le=MAX_BATCH)
     """Items scored at once."""
     max_wait_ms: NonNegativeFloat = 0.0
     """Requests that arrive within this time are scored in one batch. 0: each by itself, so that a score does not depend

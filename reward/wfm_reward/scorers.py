@@ -222,13 +222,20 @@ class Scorers:
             "kind": program.kind,
             **program.settings,
         }
-        scorer.process = subprocess.Popen(
-            [str(program.python or sys.executable), "-m", program.module],
-            env=None if program.python is None else _with_our_packages(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # so that what it starts can be ended with it
-        )
+        try:
+            scorer.process = subprocess.Popen(
+                [str(program.python or sys.executable), "-m", program.module],
+                env=None if program.python is None else _with_our_packages(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # so that what it starts can be ended with it
+            )
+        except OSError as error:  # no such Python; no descriptors, processes or memory left
+            if not self.all_were_ready:
+                raise RewardError(f"{program.title} cannot start: {error}") from error
+            log.error("%s cannot start: %s; next attempt in %.0f s", scorer.name, error, MAX_BACK_OFF_S)
+            scorer.start_at_s = now_s + MAX_BACK_OFF_S
+            return
         assert scorer.process.stdin is not None
         assert scorer.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # it is dead already, and buried in the next turn

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = load_config(options.config)
         for name, reward in config.rewards.items():
-            registry.create(name, reward.device, reward.options)
+            registry.check(name, reward.device, reward.options, reward.max_batch)
         if options.check:
             _say({"config": str(options.config), "rewards": sorted(config.rewards)})
             return 0

@@ -25,6 +25,7 @@ from wfm_reward.program import Work, run
 log = logging.getLogger(__name__)
 
 REASON_CHARS = 200  # of one item's failure
+ROW_TYPES = {"id": str, "prompt": str, "metadata": dict, "fps": (int, float, type(None))}
 
 
 def load(settings: Mapping[str, Any]) -> Work:
@@ -49,15 +50,16 @@ class Scoring:
     def tasks(self, tasks: Sequence[TaskInHand], progress: Progress) -> list[Mapping[str, Any] | TaskFailed]:
         """For each task {"scores": [[value, failure, parts], ...] of its rows, "batch": items scored together}.
 
-        A row is {id, prompt, metadata, fps}, its tensor uint8 [H,W,3] or [T,H,W,3]. Rows of one shape and speed that
-        follow each other are scored together, at most max_batch of them, whichever task they are of.
+        A row is {id, prompt, metadata, fps?}, its tensor uint8 [H,W,3] or [T,H,W,3]. Rows of one shape and speed that
+        follow each other are scored together, at most max_batch of them, whichever task they are of. A task that does
+        not look like this fails by itself.
         """
-        media = [_media(task) for task in tasks]
+        checked = [_checked_rows(task) for task in tasks]
         items = [
             (number, row, tensor)
-            for number, (task, tensors) in enumerate(zip(tasks, media, strict=True))
-            if not isinstance(tensors, TaskFailed)
-            for row, tensor in zip(task.rows, tensors, strict=True)
+            for number, rows in enumerate(checked)
+            if not isinstance(rows, TaskFailed)
+            for row, tensor in rows
         ]
         answers: list[dict[str, Any]] = [{"scores": [], "batch": 0} for _ in tasks]
         done = 0
@@ -69,7 +71,7 @@ class Scoring:
                 answers[number]["batch"] = len(part)
                 done += 1
                 progress(done, len(items))
-        return [m if isinstance(m, TaskFailed) else a for m, a in zip(media, answers, strict=True)]
+        return [c if isinstance(c, TaskFailed) else a for c, a in zip(checked, answers, strict=True)]
 
     def items(self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[Array]) -> Iterator[list[Score]]:
         """The scores in order, in one piece if the batch can be scored as a whole, else item by item."""
@@ -140,18 +142,23 @@ class Scoring:
         return Score(sample_id=sample_id, reward=self.name, failure=why, seconds=seconds)
 
 
-def _media(task: TaskInHand) -> list[Array] | TaskFailed:
+def _checked_rows(task: TaskInHand) -> list[tuple[Mapping[str, Any], Array]] | TaskFailed:
+    """The rows of a task with their media, or what is wrong with them: any client of the hub may have written them."""
     try:
         tensors = task.tensors()
     except TaskFailed as error:
         return error
     if len(tensors) != len(task.rows) or any(t.dtype != np.uint8 or t.ndim not in (3, 4) for t in tensors):
         return TaskFailed("each item needs uint8 media of shape [H,W,3] or [T,H,W,3]", fatal=True)
-    return tensors
+    for number, row in enumerate(task.rows):
+        lacking = [key for key, kind in ROW_TYPES.items() if not isinstance(row.get(key), kind)]
+        if lacking:
+            return TaskFailed(f"row {number} does not have {' and '.join(lacking)} of the right type", fatal=True)
+    return [({"fps": None, **row}, tensor) for row, tensor in zip(task.rows, tensors, strict=True)]
 
 
 Item: TypeAlias = tuple[int, Mapping[str, Any], Array]
-"""Of a batch: the number of its task, its row, its media."""
+"""One item of a batch: the number of its task, its row, its media."""
 
 
 def _alike(items: Iterable[Item], max_batch: int) -> Iterator[Sequence[Item]]:
