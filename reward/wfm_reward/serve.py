@@ -55,13 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.check:
             _say({"config": str(options.config), "rewards": sorted(config.rewards)})
             return 0
-        return Service(config, options.config.absolute().parent, options.stop_on_eof).run()
+        return RewardServer(config, options.config.absolute().parent, options.stop_on_eof).run()
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
 
 
-class Service:
+class RewardServer:
     """One running service, in the main thread of its process."""
 
     def __init__(self, config: ServiceConfig, base: Path, stop_on_eof: bool) -> None:
@@ -154,7 +154,7 @@ class Service:
         return HttpPort(ServiceParts(self.config, self._hub, self._scorers, self._stats, self._keys), base)
 
     def _announce(self) -> None:
-        """Complete or absent, and readable by the owner only."""
+        """Write pipes.json, complete or not at all and readable by the owner only, and say that all is ready."""
         content: dict[str, Any] = {
             "clients": self._hub.client_endpoint,
             "pid": os.getpid(),
@@ -212,7 +212,7 @@ class Service:
 
 
 def programs(config: ServiceConfig, folder: Path) -> dict[str, Program]:
-    """What the workers run, by the name of the reward or decoder. Decoded videos go to that folder."""
+    """The programs of the workers, by the name of the reward or decoder. Decoded videos go to that folder."""
     scorers = {name: scorer(name, reward) for name, reward in config.rewards.items()}
     return scorers | {f"decode:{n}": decoder(n, one, folder) for n, one in config.latent_decoders.items()}
 

@@ -20,7 +20,7 @@ from wfm_ds.types import MediaBatch, Score
 from wfm_reward import registry
 from wfm_reward.base import Reward
 from wfm_reward.frames import score_frames
-from wfm_reward.program import Work, run
+from wfm_reward.program import WorkerLoop, run
 
 log = logging.getLogger(__name__)
 
@@ -28,15 +28,15 @@ REASON_CHARS = 200  # of one item's failure
 ROW_TYPES = {"id": str, "prompt": str, "metadata": dict, "fps": (int, float, type(None))}
 
 
-def load(settings: Mapping[str, Any]) -> Work:
+def load(settings: Mapping[str, Any]) -> WorkerLoop:
     """Raises RewardError if the reward is unknown or cannot be loaded."""
     reward = registry.create(settings["reward"], settings["device"], settings["options"])
     reward.load()
     scoring = Scoring(reward, settings["reward"], settings["max_batch"])
     if not settings["max_wait_ms"]:
         # A task is a batch by itself: its scores do not depend on what else arrives.
-        return Work(scoring.tasks, settings["stall_s"])
-    return Work(scoring.tasks, settings["stall_s"], settings["max_batch"], settings["max_wait_ms"] / 1000)
+        return WorkerLoop(scoring.tasks, settings["stall_s"])
+    return WorkerLoop(scoring.tasks, settings["stall_s"], settings["max_batch"], settings["max_wait_ms"] / 1000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Scoring:
     max_batch: int
 
     def tasks(self, tasks: Sequence[TaskInHand], progress: Progress) -> list[Mapping[str, Any] | TaskFailed]:
-        """For each task {"scores": [[value, failure, parts], ...] of its rows, "batch": items scored together}.
+        """Return {"scores": [[value, failure, parts], ...] of its rows, "batch": items scored together} for each task.
 
         A row is {id, prompt, metadata, fps?}, its tensor uint8 [H,W,3] or [T,H,W,3]. Rows of one shape and speed that
         follow each other are scored together, at most max_batch of them, whichever task they are of. A task that does

@@ -26,7 +26,7 @@ from wfm_reward.config import HttpConfig
 from wfm_reward.web.access import check_token, service_token
 from wfm_reward.web.budget import MemoryBudget
 from wfm_reward.web.plain import parse_compute
-from wfm_reward.web.problem import Problem
+from wfm_reward.web.problem import HttpProblem
 
 PROBES = Path(__file__).parent
 BRIGHTNESS, MOODY, OTHER = "probe_rewards:Brightness", "probe_rewards:Moody", "probe_rewards:Other"
@@ -241,7 +241,7 @@ def test_nothing_but_health_is_answered_without_the_token(service, token):
 
 @pytest.mark.parametrize("sent", [b"\xff", b"Bearer \xff", b"Basic \xff", b"Basic /w=="])
 def test_a_header_that_is_not_utf_8_is_a_wrong_token(sent):
-    with pytest.raises(Problem) as problem:
+    with pytest.raises(HttpProblem) as problem:
         check_token(sent.decode("utf-8", "surrogateescape"), TOKEN)  # as aiohttp decodes headers
     assert problem.value.status == 401
 
@@ -414,7 +414,7 @@ SDP = "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 50
 def test_a_video_that_names_other_sources_is_refused_before_they_are_opened(tmp_path, monkeypatch, script):
     monkeypatch.chdir(tmp_path)
     save_mp4(tmp_path / "private.mp4", np.zeros((3, 16, 16, 3), np.uint8), 8)
-    with pytest.raises(Problem, match=r"a video cannot be read: .*Invalid argument"):
+    with pytest.raises(HttpProblem, match=r"a video cannot be read: .*Invalid argument"):
         parsed(prompt=["x"], video=[base64.b64encode(script.encode()).decode()], rewards=["motion"])
 
 
@@ -457,7 +457,7 @@ def test_pictures_that_are_unpacked_at_once_share_the_budget():
     picture = encoded(np.zeros((1000, 1000, 3), np.uint8))
     body = memoryview(json.dumps({"prompt": ["x"], "image": [picture], "rewards": ["motion"]}).encode())
     parse_compute(body, first.grow)
-    with pytest.raises(Problem) as problem:
+    with pytest.raises(HttpProblem) as problem:
         parse_compute(body, second.grow)
     assert problem.value.status == 429
     heir = first.transferred(10)
