@@ -105,7 +105,7 @@ class ScorerState:
 
 @dataclass(slots=True)
 class Scorers:
-    """`workers` processes per reward. The supervisor's loop calls `tend`; nothing here waits except `stop`."""
+    """`workers` processes per reward. The supervisor's loop calls `supervise`; nothing here waits except `stop`."""
 
     hub: Hub
     programs: dict[str, Program]  # by the name of the reward, or of the decoder
@@ -140,7 +140,7 @@ class Scorers:
         """Names of the rewards that have a process which is not ready yet."""
         return sorted({scorer.reward for scorer in self._scorers if not scorer.ready})
 
-    def tend(self, now_s: float) -> None:
+    def supervise(self, now_s: float) -> None:
         """Start what is due, reap what has died. Raises RewardError if a reward cannot even start."""
         for scorer in self._scorers:
             if scorer.process is not None and now_s >= scorer.kill_at_s and self._hangs(scorer, now_s):
@@ -155,7 +155,7 @@ class Scorers:
         self.all_were_ready = self.all_were_ready or not self.waiting_for()
 
     def next_start_s(self, now_s: float) -> float:
-        """Seconds until `tend` has something to start or to kill, inf if nothing is planned."""
+        """Seconds until `supervise` has something to start or to kill, inf if nothing is planned."""
         planned = [s.start_at_s for s in self._scorers if s.process is None and s.reward not in self.down]
         planned += [s.kill_at_s for s in self._scorers if s.process is not None]
         return max(0.0, min(planned, default=float("inf")) - now_s)

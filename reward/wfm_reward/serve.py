@@ -116,7 +116,7 @@ class RewardServer:
 
     def _turn(self) -> None:
         was_ready = self._scorers.all_were_ready
-        self._scorers.tend(time.monotonic())
+        self._scorers.supervise(time.monotonic())
         if self._scorers.all_were_ready and not was_ready:
             self._announce()
         if not self._hub.alive():

@@ -381,11 +381,11 @@ def test_the_words_of_a_worker_that_has_ended_meanwhile_are_read(tmp_path):
     with selectors.DefaultSelector() as selector:
         pool = scorers.Scorers(hub, {name: scorers.scorer(name, RewardConfig())}, selector)
         try:
-            pool.tend(0.0)
+            pool.supervise(0.0)
             (state,) = pool.states()
             os.waitid(os.P_PID, state.pid, os.WEXITED | os.WNOWAIT)
             with pytest.raises(RewardError, match="cannot start: the package rapidfoo is missing"):
-                pool.tend(1.0)
+                pool.supervise(1.0)
         finally:
             pool.stop()
             hub.stop(0.0)

@@ -124,6 +124,13 @@ def test_what_cannot_work_is_refused_in_one_sentence(rl, tmp_path, overrides, er
     assert not (tmp_path / "out").exists()
 
 
+def test_a_batch_larger_than_its_reward_takes_is_refused_before_anything_starts(rl, root, monkeypatch):
+    monkeypatch.syspath_prepend(root / "tests" / "reward")
+    preflight(rl("reward.functions=[{name: probe_rewards:Few, max_batch: 4}]"), world_size=1)
+    with pytest.raises(RewardError, match="reward probe_rewards:Few takes 4 items at once: max_batch is 5"):
+        preflight(rl("reward.functions=[{name: probe_rewards:Few, max_batch: 5}]"), world_size=1)
+
+
 def test_model_of_another_family_is_refused_with_the_supported_ones(rl, tiny_pipelines, tmp_path):
     folder = tmp_path / "flux"
     shutil.copytree(tiny_pipelines("sd3"), folder)

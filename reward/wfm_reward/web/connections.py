@@ -106,3 +106,4 @@ def _refuse(connection: socket.socket) -> None:
         connection.setblocking(False)
         connection.send(f"HTTP/1.1 503 Service Unavailable\r\n{head}\r\n\r\n{body}".encode())
         connection.shutdown(socket.SHUT_WR)
+        connection.recv(2**16)  # what is closed with bytes unread is reset, and the client may never see the answer

@@ -140,7 +140,7 @@ class HttpPort:
             await tasks[0]
 
     def _app(self) -> web.Application:
-        app = web.Application(middlewares=[self._border], client_max_size=FORM_BYTES)
+        app = web.Application(middlewares=[self._middleware], client_max_size=FORM_BYTES)
         app.add_routes([
             web.get("/", self._page),
             web.get("/health", self._health),
@@ -164,7 +164,7 @@ class HttpPort:
         await asyncio.to_thread(self._jobs.close)
 
     @web.middleware
-    async def _border(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check, count and answer every request."""
         self._connections.begin_request(request.protocol)
         try:
