@@ -25,7 +25,12 @@ from wfm_reward.program import WorkerLoop, run
 log = logging.getLogger(__name__)
 
 REASON_CHARS = 200  # of one item's failure
-ROW_TYPES = {"id": str, "prompt": str, "metadata": dict, "fps": (int, float, type(None))}
+ROW_TYPES: dict[str, type | tuple[type, ...]] = {
+    "id": str,
+    "prompt": str,
+    "metadata": dict,
+    "fps": (int, float, type(None)),
+}
 
 
 def load(settings: Mapping[str, Any]) -> WorkerLoop:
