@@ -6,9 +6,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from wfm_ds.data.samples import MEDIA_SUFFIXES, LocalFile, Sample, SampleSet, parse_caption
+from wfm_ds.data.samples import MEDIA_SUFFIXES, LocalFile, Sample, SampleSet, parse_caption, printable
 from wfm_ds.distributed.liveness import MOVES
 from wfm_ds.errors import DataError
+from wfm_ds.storage.regular import read_regular
 from wfm_ds.types import Prompt
 
 
@@ -57,8 +58,8 @@ def group_by_stem(folder: Path) -> dict[str, list[Path]]:
 
 
 def file_id(path: Path, folder: Path) -> str:
-    """The path below the folder without its last suffix. File names need not be UTF-8, ids must: they are hashed."""
-    return path.relative_to(folder).with_suffix("").as_posix().encode("utf-8", "backslashreplace").decode()
+    """Return the path below the folder without its last suffix, as text that UTF-8 can encode."""
+    return printable(path.relative_to(folder).with_suffix("").as_posix())
 
 
 def walk(folder: Path) -> Iterator[Path]:
@@ -82,6 +83,6 @@ def _unreadable(error: OSError) -> None:
 def read_caption(path: Path, sample_id: str) -> Prompt | None:
     """The prompt of one caption file, or None if it has none or cannot be read."""
     try:
-        return parse_caption(path.read_bytes(), sample_id)
+        return parse_caption(read_regular(path), sample_id)
     except OSError:
         return None
