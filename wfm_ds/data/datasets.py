@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from wfm_ds.data.buckets import Buckets, automatic_sizes
+from wfm_ds.data.caption_cache import user_cache
 from wfm_ds.data.cosmos import CosmosFolder
 from wfm_ds.data.media import load_media
 from wfm_ds.data.order import BatchSource
@@ -107,7 +108,7 @@ def sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
     (folder,) = map(Path, paths)
     if data.kind == "cosmos":
         return CosmosFolder(folder, allow_pickle=data.allow_pickle, max_bad_fraction=data.max_bad_fraction)
-    return PairedFolder(folder, max_bad_fraction=data.max_bad_fraction)
+    return PairedFolder(folder, max_bad_fraction=data.max_bad_fraction, cache_dir=data.cache_dir or user_cache())
 
 
 def buckets_of(recipe: Recipe, model: SizedModel) -> Buckets:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -48,18 +50,22 @@ class Media(Protocol):
 class LocalFile:
     """Media in a file of its own."""
 
-    path: Path
+    file: str | Path  # text where there are many: a Path takes ten times the memory, and the time
+
+    @property
+    def path(self) -> Path:
+        return Path(self.file)
 
     @property
     def name(self) -> str:
-        return printable(str(self.path))
+        return printable(os.fspath(self.file))
 
     @property
     def suffix(self) -> str:
-        return self.path.suffix.lower()
+        return os.path.splitext(self.file)[1].lower()
 
     def open(self) -> BinaryIO:
-        return open_regular(self.path)
+        return open_regular(self.file)
 
     def identity(self) -> tuple[str | int, ...]:
         return file_identity(self.path)
@@ -151,3 +157,13 @@ def parse_caption(content: bytes, sample_id: str) -> Prompt | None:
     if not isinstance(text, str) or not text.strip() or not isinstance(negative, str | None):
         return None
     return Prompt(id=sample_id, text=text.strip(), negative_text=negative, metadata=caption)
+
+
+def pack_prompt(prompt: Prompt) -> list[Any]:
+    """Return the JSON form of a prompt that came from a JSON file."""
+    return [prompt.id, prompt.text, prompt.negative_text, dict(prompt.metadata)]
+
+
+def unpack_prompt(packed: Sequence[Any]) -> Prompt:
+    prompt_id, text, negative_text, metadata = packed
+    return Prompt(id=prompt_id, text=text, negative_text=negative_text, metadata=metadata)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path | str) -> BinaryIO:
     """Open a regular file for reading. Raises OSError, also for a pipe, a socket, a device or a folder."""
     # Without O_NONBLOCK the open itself waits for whoever writes into a pipe; regular files do not know the flag.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -22,7 +22,7 @@ def open_regular(path: Path) -> BinaryIO:
         raise
 
 
-def read_regular(path: Path) -> bytes:
+def read_regular(path: Path | str) -> bytes:
     """Return the bytes of a regular file. Raises OSError as `open_regular` does."""
     with open_regular(path) as file:
         return file.read()
