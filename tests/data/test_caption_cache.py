@@ -58,9 +58,8 @@ def test_a_second_scan_reads_no_caption_that_is_unchanged(folder, reads, later):
     first = scan(folder)
     assert sorted(reads) == ["a.json", "b.json", "bad.json"]
     reads.clear()
-    assert (
-        scan(folder) == first == ({"a": "first", "sub/b": "a picture of sub/b"}, {"no_prompt": [f"{folder}/bad.json"]})
-    )
+    assert scan(folder) == first
+    assert first == ({"a": "first", "sub/b": "a picture of sub/b"}, {"no_prompt": [f"{folder}/bad.json"]})
     assert reads == []
     sample = PairedFolder(folder, max_bad_fraction=0.9, cache_dir=folder.parent / "cache").samples[0]
     assert (sample.prompt.negative_text, sample.prompt.metadata) == ("blur", {"label": 7})
