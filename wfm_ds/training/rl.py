@@ -58,8 +58,8 @@ class RlLoop(Loop):
         self.source.publish(self.step)
         super().begin()
 
-    def wait(self, step: int) -> None:
-        self.source.wait(step)
+    def wait(self, step: int) -> bool:
+        return self.source.wait(step)
 
     def train_on(self, step: int) -> StepReport:
         with self.job.timer("rollout"):
