@@ -20,9 +20,8 @@ class ColocatedSource:
     """`next(step)` generates and submits media for scoring; `scores` waits for what is not scored yet."""
 
     def __init__(self, job: Job, groups: GroupSource, rewards: RewardClient, algorithm: RlAlgorithm) -> None:
-        assert job.recipe.rollout is not None
         self.job, self.groups, self.rewards, self.algorithm = job, groups, rewards, algorithm
-        self.group_size = job.recipe.rollout.group_size
+        self.group_size = job.recipe.rl.rollout.group_size
 
     def publish(self, step: int) -> None:
         """The ranks that generate have the weights."""

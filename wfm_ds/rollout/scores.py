@@ -29,9 +29,8 @@ def submit_pictures(
 
     A sample whose latents are not finite is no picture: it is not sent, and its named failures are returned.
     """
-    assert job.recipe.reward is not None
     media, finite = decoded(job, latents)
-    names = [function.name for function in job.recipe.reward.functions]
+    names = [function.name for function in job.recipe.rl.reward.functions]
     fps = job.recipe.sampling.fps if job.model.video else None
     return media, submit_media(rewards, names, media, finite, sample_ids, prompts, fps)
 

@@ -155,8 +155,7 @@ def reinforcement(
     endpoint: str | None,
     resources: ExitStack,
 ) -> RlLoop:
-    recipe, reward = job.recipe, job.recipe.reward
-    assert reward is not None
+    recipe, reward = job.recipe, job.recipe.rl.reward
     assert endpoint is not None
     run = recipe.run.output_dir.name
     rewards = job.world.checked(lambda: RewardClient(endpoint, reward, run=run, client=f"rank{job.world.rank}"))
@@ -173,8 +172,7 @@ def reinforcement(
 def group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources: ExitStack) -> GroupSource:
     """Groups about the data's media, or about prompts where it has no media."""
     recipe, seed = job.recipe, job.recipe.run.seed
-    assert recipe.rollout is not None
-    num_groups = recipe.rollout.prompts_per_step
+    num_groups = recipe.rl.rollout.prompts_per_step
     if not data.samples:
         return PromptGroups(PromptOrder(data.prompts, seed=seed, shuffle=recipe.data.shuffle), num_groups)
     # The rollouts of a step and their data have one size.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from wfm_ds.algorithms.sft import NUM_BUCKETS
-from wfm_ds.recipe.algorithms import DdrlAlgorithm, RlSettings
+from wfm_ds.recipe.algorithms import DdrlAlgorithm
 
 if TYPE_CHECKING:
     from wfm_ds.algorithms import RlAlgorithm
@@ -106,9 +106,7 @@ def equal_policies(algorithm: RlAlgorithm, derived: Derived, step: int) -> set[s
 
 def num_terms(recipe: Recipe, derived: Derived) -> int:
     """Terms of one optimizer step on one rank."""
-    algorithm, rollout = recipe.algorithm, recipe.rollout
-    assert isinstance(algorithm, RlSettings)
-    assert rollout is not None
+    algorithm, rollout = recipe.rl.algorithm, recipe.rl.rollout
     kept = algorithm.best_of_n or rollout.group_size
     return math.ceil(derived.terms_per_rank * kept / rollout.group_size)
 

@@ -45,9 +45,8 @@ class RlLoop(Loop):
         checkpoints: Checkpoints,
     ) -> None:
         super().__init__(job, validator, exporter, checkpoints)
-        assert job.recipe.reward is not None
         self.algorithm, self.source = algorithm, source
-        self.reward = job.recipe.reward
+        self.reward = job.recipe.rl.reward
         self.failing_steps = 0  # in a row
         # Policies whose weights are the trained ones, so that their predictions are too. The one that rolls out starts
         # as a copy of them.

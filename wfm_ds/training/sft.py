@@ -46,9 +46,8 @@ class SftLoop(Loop):
         self, job: Job, source: BatchSource, validator: Validator, exporter: Exporter, checkpoints: Checkpoints
     ) -> None:
         super().__init__(job, validator, exporter, checkpoints)
-        assert isinstance(job.recipe.algorithm, SftAlgorithm)
         self.source = source
-        self.settings = job.recipe.algorithm
+        self.settings = job.recipe.sft
         self.shift = self.settings.flow_shift or job.model.flow_shift
         self.bands = density_bands(self.settings, self.shift, job.model.sigma_ranges)
 
@@ -161,9 +160,8 @@ class ValidationLoss:
 
     def __init__(self, job: Job, samples: Sequence[Sample], framings: Sequence[Framing]) -> None:
         """`framings`: of each sample."""
-        assert isinstance(job.recipe.algorithm, SftAlgorithm)
         self.job, self.samples, self.framings = job, samples, framings
-        self.settings = job.recipe.algorithm
+        self.settings = job.recipe.sft
         self.shift = self.settings.flow_shift or job.model.flow_shift
         self.sigmas = validation_sigmas(self.shift).tolist()
 
