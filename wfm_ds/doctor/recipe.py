@@ -36,7 +36,7 @@ STORAGE_ADVICE = (
 def recipe_findings(recipe: Recipe, world_size: int) -> Iterator[Finding]:
     """In the order in which a user would mend it. Starts the reward service if the recipe does, and writes and removes
     an object at checkpoint.storage; writes nothing else."""
-    yield from (Finding("recipe", "warning", doubt) for doubt in recipe.doubts())
+    yield from (Finding("recipe", "warning", doubt) for doubt in recipe.algorithm.doubts())
     yield attempt("batch", lambda: batch(recipe, world_size))
     yield attempt("model", lambda: f"{registry.family_of(registry.resolve(recipe.model.path)).__name__}")
     data = attempt("data", lambda: data_text(recipe))

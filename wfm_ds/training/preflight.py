@@ -86,7 +86,7 @@ def preflight(recipe: Recipe, world_size: int) -> TrainingData:
         ranks_per_node=ranks_per_node(world_size),
     )
     registry.resolve(recipe.model.path)
-    for doubt in recipe.doubts():
+    for doubt in recipe.algorithm.doubts():
         log.warning(doubt)
     data = load_data(recipe)
     if recipe.is_async:
