@@ -31,6 +31,8 @@ UserAddress = Annotated[str, AfterValidator(expand_user)]
 """A path on this machine, or a URL."""
 StorageAddress = Annotated[str, AfterValidator(storage_address)]
 """An s3:// address below which a run keeps its copies; without a slash at its end."""
+UserClass = Annotated[str, Field(pattern=r"^[^:\s]+:[^:\s]+$")]
+"""A class of the user's own: `package.module:Class` (user_class.py)."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 

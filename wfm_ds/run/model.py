@@ -21,6 +21,12 @@ from wfm_ds.ulysses.install import check_shape
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
+def family_of(recipe: Recipe) -> type[DiffusionModel]:
+    """The family that serves the recipe's pipeline. Raises ModelError where there is no such folder or family."""
+    own = recipe.model.family
+    return registry.family_of(registry.resolve(recipe.model.path, own), own)
+
+
 def load_model(recipe: Recipe, device: torch.device, *, placed: bool = False) -> DiffusionModel:
     """The recipe's pipeline, its denoiser as it is stored until an engine places it (`placed`: on the device, for use
     without an engine), or re-initialised when the recipe trains from scratch. Raises ModelError when it cannot be
@@ -31,6 +37,7 @@ def load_model(recipe: Recipe, device: torch.device, *, placed: bool = False) ->
         settings.path,
         dtype=DTYPES[settings.dtype],
         device=device,
+        own_family=settings.family,
         max_sequence_length=settings.max_sequence_length,
         prompt_template=settings.prompt_template,
         guardrail=settings.guardrail,
