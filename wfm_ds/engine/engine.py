@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from wfm_ds.distributed.liveness import MOVES
 from wfm_ds.distributed.world import World, ranks_per_node
+from wfm_ds.engine.accumulation import accumulate_in_float32
 from wfm_ds.engine.lockstep import Guard
 from wfm_ds.engine.placement import cast_unplaced, place
 from wfm_ds.engine.policy import Flats, ShardedCopy, Shards, add_adapters, publish_to_adapter, use_adapter
@@ -164,6 +165,8 @@ class DenoiserEngine:
             weight_decay=options.weight_decay,
         )
         ds = deepspeed.initialize(model=denoiser, optimizer=optimizer, config=config, dist_init_required=False)[0]
+        if ds.zero_optimization_stage() == 1 and dtype != torch.float32:
+            accumulate_in_float32(ds)
         return cls(ds, denoiser, recipe, world, policies, total_updates)
 
     # Forwards

@@ -1,4 +1,4 @@
-"""Whether a rollout worker and its trainer mean the same samples: digests of all that decides what a sample is."""
+"""The identity of a run's samples: digests of all that decides what a sample is, compared by trainer and worker."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
@@ -21,10 +20,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from wfm_ds.errors import RecipeError, UserError
+from wfm_ds.errors import RecipeError
 from wfm_ds.pipes.client import PipeClient
 from wfm_ds.pipes.keys import ClientKeys, KeyFileError, client_keys
 from wfm_ds.pipes.worker import Answer, LeaseWorker, Progress, TaskFailed, TaskInHand
+from wfm_ds.program import program
 from wfm_ds.rollout import KIND
 
 if TYPE_CHECKING:
@@ -82,10 +82,13 @@ def _name(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    return program(parser(), run, argv)
+
+
+def run(args: argparse.Namespace) -> int:
     from wfm_ds.distributed.logs import quieten_libraries
     from wfm_ds.recipe import file as recipe_file
 
-    args = parser().parse_intermixed_args(argv)
     stop = threading.Event()
 
     def ask_to_stop(number: int, frame: FrameType | None) -> None:
@@ -95,14 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, ask_to_stop)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {args.name} %(levelname)s %(message)s")
     quieten_libraries()
-    try:
-        recipe = recipe_file.load(args.recipe, args.overrides)
-        if not recipe.is_async:
-            raise RecipeError(f"{args.recipe}: rollout.mode is not async: this run's ranks generate their own samples")
-        return work(recipe, args, stop)
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    recipe = recipe_file.load(args.recipe, args.overrides)
+    if not recipe.is_async:
+        raise RecipeError(f"{args.recipe}: rollout.mode is not async: this run's ranks generate their own samples")
+    return work(recipe, args, stop)
 
 
 def work(recipe: Recipe, args: argparse.Namespace, stop: threading.Event) -> int:
@@ -113,7 +112,7 @@ def work(recipe: Recipe, args: argparse.Namespace, stop: threading.Event) -> int
         client.attach(ATTACH_S)
         info = client.kinds.get(KIND)
         if info is None:
-            raise RecipeError(f"{args.connect} is no trainer of an async run: give rollout/pipes.json of its output")
+            raise RecipeError(f"{args.connect} is not a trainer of an async run: give rollout/pipes.json of its output")
         generator = build_generator(recipe, args.device, client, info["identity"])
         return Lanes(recipe, generator, client, keys, info, args).run(stop)
     finally:
@@ -121,7 +120,7 @@ def work(recipe: Recipe, args: argparse.Namespace, stop: threading.Event) -> int
 
 
 def worker_keys(recipe: Recipe, folder: Path | None) -> ClientKeys | None:
-    """Those in `folder`, else the trainer's own where this machine has them. Raises KeyFileError."""
+    """The keys in `folder`, else the trainer's own if this machine has them. Raises KeyFileError."""
     own = recipe.rl.rollout.keys
     if folder is not None:
         return client_keys(folder)
@@ -138,7 +137,6 @@ def build_generator(
     from wfm_ds.algorithms import build_rl
     from wfm_ds.distributed.world import threads_per_rank
     from wfm_ds.models.loading import chosen_device
-    from wfm_ds.models.sampler import Sampler
     from wfm_ds.models.text_cache import TextCache
     from wfm_ds.rollout.generator import Generator
     from wfm_ds.rollout.identity import identity, require_same
@@ -150,12 +148,12 @@ def build_generator(
     model = load_model(recipe, chosen_device(device), placed=True)
     require_same(identity_there, identity(recipe, model))
     store = recipe.data.cache_dir / "text" if recipe.data.cache_dir else None
-    sampler = Sampler(
-        model=model, texts=TextCache(model, store=TensorStore(store) if store else None), settings=recipe.sampling
-    )
-    algorithm = build_rl(recipe, model.sigmas(recipe.sampling.steps, sampler.latent_shape))
+    texts = TextCache(model, store=TensorStore(store) if store else None)
+    size = recipe.sampling
+    shape = model.latent_shape(size.height, size.width, size.num_frames)
+    algorithm = build_rl(recipe, model.sigmas(size.steps, shape))
     weights = PolicyWeights(model, client, lora=recipe.lora is not None)
-    return Generator(sampler, algorithm, weights)
+    return Generator(model, texts, size, algorithm, weights)
 
 
 class Lanes:
@@ -190,7 +188,7 @@ class Lanes:
         ]
 
     def run(self, stop: threading.Event) -> int:
-        """Until asked to stop, dismissed, left alone by the trainer, or found by another one."""
+        """Work until asked to stop, dismissed, or left alone, or until another trainer is at the address."""
         from wfm_ds.rollout.rewards import RewardClient
 
         reward = self.recipe.rl.reward
@@ -234,18 +232,18 @@ class Lanes:
             raise TaskFailed(f"the task cannot be read: {type(error).__name__} {error}", fatal=True) from error
         made = self.generator.make(work, manifest, progress)
         names = [function.name for function in self.recipe.rl.reward.functions]
-        members, video = work.members, self.generator.sampler.model.video
+        samples, video = work.samples, self.generator.sampler.model.video
         broken = submit_media(
             rewards,
             names,
             made.media,
             made.finite,
-            [m.sample_id for m in members],
-            [m.prompt for m in members],
+            [s.sample_id for s in samples],
+            [s.prompt for s in samples],
             self.recipe.sampling.fps if video else None,
         )
         layout, arrays = pack_trajectory(made.trajectory)
         scores = rewards.wait() | broken
-        packed = pack_scores({m.sample_id: scores[m.sample_id] for m in members}, MAX_FAILURE_CHARS)
+        packed = pack_scores({s.sample_id: scores[s.sample_id] for s in samples}, MAX_FAILURE_CHARS)
         meta = {"life": manifest.life, "publication": made.publication, "layout": layout, "scores": packed}
         return Answer(meta, arrays)

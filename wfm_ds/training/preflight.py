@@ -70,7 +70,7 @@ def check_needs(function: RewardFunction, prompts: Sequence[Prompt], *, local: b
                 f"prompts lack, e.g. {lacking[0]}: add it to the prompt file or choose another reward"
             )
     if local:
-        rewards.create(function.name, "cpu", function.options)
+        rewards.check(function.name, "cpu", function.options, function.max_batch)
 
 
 def preflight(recipe: Recipe, world_size: int) -> TrainingData:
