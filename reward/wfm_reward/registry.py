@@ -13,6 +13,7 @@ from typing import Any
 
 import wfm_reward.rewards
 from wfm_ds.errors import RewardError
+from wfm_ds.user_class import import_class, is_user_class
 from wfm_reward.base import Reward
 
 
@@ -27,7 +28,7 @@ def describe(name: str) -> type[Reward]:
     `NAME/LABEL` is NAME a further time, perhaps with other options.
     """
     if is_path(name):
-        return _imported(name)
+        return import_class(name, Reward, key="reward", error=RewardError)
     rewards, (name, slash, label) = _built_in(), name.partition("/")
     if slash and not label:
         raise RewardError(f"reward {name}/ lacks its label: write {name}, or {name}/LABEL")
@@ -43,7 +44,7 @@ def describe(name: str) -> type[Reward]:
 
 def is_path(name: str) -> bool:
     """Return True for `package.module:Class`."""
-    return ":" in name.partition("/")[0]
+    return is_user_class(name.partition("/")[0])
 
 
 def create(name: str, device: str, options: Mapping[str, Any]) -> Reward:
@@ -106,17 +107,3 @@ def _rewards_in(module: ModuleType) -> list[type[Reward]]:
         and not inspect.isabstract(value)
         and value.__module__ == module.__name__
     ]
-
-
-def _imported(path: str) -> type[Reward]:
-    module_name, _, class_name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:  # ValueError: an empty module name
-        raise RewardError(
-            f"reward {path}: cannot import {module_name!r} ({error}); is its folder on PYTHONPATH?"
-        ) from error
-    reward = getattr(module, class_name, None)
-    if not (inspect.isclass(reward) and issubclass(reward, Reward)) or inspect.isabstract(reward):
-        raise RewardError(f"reward {path}: {module_name} has no class {class_name!r} that is a wfm_reward.base.Reward")
-    return reward

@@ -214,10 +214,10 @@ def test_an_unknown_reward_names_the_nearest_and_all():
     ("name", "says"),
     [
         ("no_such_package:X", "cannot import 'no_such_package'"),
-        (":X", "cannot import ''"),
+        (":X", "expected package.module:Class"),
         ("probe_rewards:Missing", "has no class 'Missing'"),
         ("probe_rewards:json", "has no class 'json'"),
-        ("wfm_reward.base:Reward", "has no class 'Reward'"),
+        ("wfm_reward.base:Reward", "the class lacks score"),
     ],
 )
 def test_a_class_path_that_is_none_is_named(name, says):

@@ -21,6 +21,7 @@ def sized(path: Any) -> Any:
         raise ValueError(f"has {len(text):,} characters, a path has at most {MAX_PATH:,}")
     return path
 
+
 MAX_PATH_BYTES = 3500  # Linux takes 4095; the rest is for what stands below a folder
 MAX_NAME_BYTES = 255
 
@@ -73,6 +74,8 @@ PossiblePath = Annotated[str, AfterValidator(possible)]
 RewardName = Annotated[str, AfterValidator(reward_name)]
 StorageAddress = Annotated[str, AfterValidator(storage_address)]
 """An s3:// address below which a run keeps its copies; without a slash at its end."""
+UserClass = Annotated[str, Field(pattern=r"^[^:\s]+:[^:\s]+$")]
+"""A class of the user's own: `package.module:Class` (user_class.py)."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 

@@ -188,4 +188,4 @@ def group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources
         cached=job.cached_latents,
     )
     resources.callback(source.close)
-    return PairGroups(job, source, functools.partial(clean_latents, job), algorithm.num_conditional_frames)
+    return PairGroups(job, source, functools.partial(clean_latents, job), algorithm.settings.num_conditional_frames)
