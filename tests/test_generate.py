@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from wfm_ds.engine.forward import CountedForward
 from wfm_ds.generate import main
 from wfm_ds.models import registry
 from wfm_ds.models.sampler import Sampler
@@ -43,8 +44,9 @@ def lines(folder):
 def drawn_by(model, prompts, seeds, **settings):
     """uint8 [B,H,W,3] of a model that is at hand, prompt by prompt."""
     items = [(prompt, seed) for prompt in prompts for seed in seeds]
-    sampler = Sampler(model=model, texts=TextCache(model), settings=SamplingRecipe(**FIXED, **settings))
-    return sampler.media(sampler.generate(*zip(*items, strict=True), sampler.evaluation_plan()).clean)[0]
+    settings, forward = SamplingRecipe(**FIXED, **settings), CountedForward(model.denoise)
+    sampler = Sampler(model=model, texts=TextCache(model), settings=settings, forward=forward)
+    return sampler.media(sampler.generate("sample", *zip(*items, strict=True), sampler.evaluation_plan()).clean)[0]
 
 
 def test_every_prompt_is_drawn_with_every_seed_and_its_own_negative_text(pipeline, prompts, tmp_path, capsys):

@@ -52,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seeds", type=natural, nargs="+", default=[0], metavar="SEED", help="each draws every prompt once")
     p.add_argument("--batch", type=positive, default=1, help="samples denoised at once (default 1)")
     p.add_argument("--max-sequence-length", type=positive, metavar="N", help="text tokens (default: the pipeline's)")
+    p.add_argument("--family", metavar="package.module:Class", help="your own model family (docs/models.md)")
     p.add_argument("--prompt-template", choices=["stock", "none"], help="of pipelines that have one")
     p.add_argument("--guardrail", choices=["stock", "off"], default="stock", help="of pipelines that have one")
     p.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16 on a GPU, else float32")
@@ -148,6 +149,7 @@ def load_sampler(args: argparse.Namespace) -> Sampler:
     import torch
 
     from wfm_ds.checkpoint.adapter import load_adapter
+    from wfm_ds.engine.forward import CountedForward
     from wfm_ds.models import registry
     from wfm_ds.models.loading import chosen_device
     from wfm_ds.models.sampler import Sampler
@@ -160,6 +162,7 @@ def load_sampler(args: argparse.Namespace) -> Sampler:
         args.model or args.pipeline,
         dtype=dtype,
         device=device,
+        own_family=args.family,
         max_sequence_length=args.max_sequence_length,
         prompt_template=args.prompt_template,
         guardrail=args.guardrail,
@@ -178,7 +181,8 @@ def load_sampler(args: argparse.Namespace) -> Sampler:
         guidance_scale_low=args.guidance_low,
         negative_prompt=args.negative_prompt,
     )
-    sampler = Sampler(model=model, texts=TextCache(model), settings=settings)
+    forward = CountedForward(model.denoise)
+    sampler = Sampler(model=model, texts=TextCache(model), settings=settings, forward=forward)
     try:
         _ = sampler.latent_shape
     except ValueError as error:
@@ -222,7 +226,7 @@ def drawn(sampler: Sampler, items: Sequence[tuple[Prompt, int]], batch: int) -> 
     settings, plan = sampler.settings, sampler.evaluation_plan()
     for part in chunks(items, batch):
         prompts, seeds = [prompt for prompt, _ in part], [seed for _, seed in part]
-        media, finite = sampler.media(sampler.generate(prompts, seeds, plan).clean)
+        media, finite = sampler.media(sampler.generate("sample", prompts, seeds, plan).clean)
         for (prompt, seed), item, whole in zip(part, media, finite, strict=True):
             fps = settings.fps if sampler.model.video else None
             yield ShownSample(prompt=prompt.text, prompt_id=prompt.id, seed=seed, media=item, fps=fps), whole

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from wfm_ds.run.ending import Ending
     from wfm_ds.run.folder import Start
     from wfm_ds.run.result import Outcome
-    from wfm_ds.training.rl import RlTrainer
-    from wfm_ds.training.sft import SftTrainer
+    from wfm_ds.training.loop import Loop
 
 log = logging.getLogger("wfm_ds.train")  # run with -m, __name__ is another
 
@@ -129,13 +128,13 @@ def prepare_and_train(
     recipe: Recipe, world: World, stop: StopFlag, ending: Ending, *, overwrite: bool = False
 ) -> Outcome:
     """Check and load everything on all ranks, only then create, clear or open the output folder, and train."""
+    from wfm_ds.data.shared import read_on_main
     from wfm_ds.distributed.logs import setup_logging
     from wfm_ds.distributed.world import ranks_per_node
     from wfm_ds.recipe.derived import num_replicas
-    from wfm_ds.run.folder import locked, open_output
+    from wfm_ds.run.folder import locked
     from wfm_ds.run.model import load_model
-    from wfm_ds.run.result import Outcome
-    from wfm_ds.run.stored import clear, fetched, finish, open_mirror, require_storage, send_rest
+    from wfm_ds.run.stored import finish, open_mirror, opened, require_storage
     from wfm_ds.training.build import reward_endpoint
     from wfm_ds.training.preflight import preflight
 
@@ -144,22 +143,21 @@ def prepare_and_train(
     world = world.in_replicas(recipe.engine.sequence_parallel)
     start = agreed_start(recipe, world, overwrite=overwrite)
     if start.finished:
-        where = folder if folder.exists() or recipe.checkpoint.storage is None else recipe.checkpoint.storage
-        log.info("%s holds this run, finished with step %d: nothing to do", where, start.step)
-        ending.copies = send_rest(recipe, world, start.step)
-        return Outcome("finished", start.step)
+        return finished_before(recipe, world, start, ending)
     world.checked(lambda: require_storage(recipe), on="main")
-    data = world.checked(lambda: preflight(recipe, world.size))
+    data = read_on_main(world, lambda: preflight(recipe, world.size))
     model = world.checked(lambda: load_model(recipe, world.device))
     drawn = [prompt.text for prompt in (*data.prompts, *data.shown)]
     world.checked(lambda: model.check_prompts(drawn[world.rank :: world.size]))
     with contextlib.ExitStack() as held:
         world.checked(lambda: held.enter_context(locked(folder)), on="main")
+        # Once more: until the folder was locked, another start of this run may have gone on in it.
+        start = agreed_start(recipe, world, overwrite=overwrite)
+        if start.finished:
+            held.close()
+            return finished_before(recipe, world, start, ending)
         mirror = open_mirror(recipe, world)
-        if overwrite:
-            world.checked(lambda: clear(recipe, mirror), on="main")
-        start = fetched(recipe, world, mirror, start)
-        world.checked(lambda: open_output(recipe, start), on="main")
+        start = opened(recipe, world, mirror, start, overwrite=overwrite)
         ending.start, ending.mirror = start, mirror
         setup_logging(folder, world.rank, console=recipe.logging.console)
         endpoint = held.enter_context(reward_endpoint(recipe, world))
@@ -171,6 +169,18 @@ def prepare_and_train(
             raise
         ending.copies = finish(recipe, world, mirror)
         return outcome
+
+
+def finished_before(recipe: Recipe, world: World, start: Start, ending: Ending) -> Outcome:
+    """Say that there is nothing to do, and send to the storage what it lacks. The caller does not hold the lock."""
+    from wfm_ds.run.result import Outcome
+    from wfm_ds.run.stored import send_rest
+
+    folder, storage = recipe.run.output_dir, recipe.checkpoint.storage
+    where = folder if folder.exists() or storage is None else storage
+    log.info("%s holds this run, finished with step %d: nothing to do", where, start.step)
+    ending.copies = send_rest(recipe, world, start.step)
+    return Outcome("finished", start.step)
 
 
 def agreed_start(recipe: Recipe, world: World, *, overwrite: bool) -> Start:
@@ -203,7 +213,7 @@ def train(
         job = open_job(recipe, world, stop, model, data, start, resources)
         job.mirror = ending.mirror
         exporter, checkpoints = Exporter(job), Checkpoints(job)
-        loop: RlTrainer | SftTrainer
+        loop: Loop
         if algorithm is not None:
             loop = reinforcement(job, algorithm, data, exporter, checkpoints, endpoint, resources)
         else:

@@ -132,7 +132,7 @@ def test_all_errors_are_reported_sorted_by_line(errors):
             "name: diffusion_nft",
             "name: grpo",
             7,
-            "algorithm.name: expected one of sft, diffusion_nft, flow_grpo, ddrl, got 'grpo'",
+            "algorithm.name: expected one of sft, diffusion_nft, flow_grpo, ddrl, package.module:Class, got 'grpo'",
         ),
         ("name: diffusion_nft", "beta: 1", 6, "the key algorithm.name is missing; expected one of sft, diffusion_nft"),
         (

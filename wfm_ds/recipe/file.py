@@ -18,6 +18,7 @@ from wfm_ds.recipe.describe import ROOT, Slot, kinds, names, nearest, sections, 
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.tree import KeyPath, Problem, Tree, dotted, merge, override, parse, refuse, shortened
 from wfm_ds.recipe.yaml_text import MAX_CHARACTERS, to_yaml
+from wfm_ds.user_class import FORM
 
 MAX_WHOLE = 2**63 - 1
 KEY_IN_TEXT = re.compile(r"[a-z_]+(?:\.[a-z_]+)*")
@@ -140,7 +141,10 @@ def _locate(loc: Sequence[str | int], values: Any) -> _Spot | None:
     """pydantic's location holds the names of union members too; None for a member that the value is not meant for."""
     spot, rest = _Spot((), ROOT, values, None), list(loc)
     while rest:
-        if spot.slot is not None and len(spot.slot.members()) > 1:
+        own = None if spot.slot is None else spot.slot.own_section(spot.value)
+        if own is not None:  # no union: its keys follow at once
+            spot = replace(spot, slot=Slot(own)).enter(rest.pop(0))
+        elif spot.slot is not None and len(spot.slot.members()) > 1 and rest[0] != spot.slot.selector:
             section, tag = spot.slot.section(spot.value), rest.pop(0)
             if not isinstance(spot.value, dict) or section is None:
                 return spot
@@ -169,7 +173,8 @@ def _problem(details: ErrorDetails, spot: _Spot, tree: Tree) -> Problem:
         case "value_error":
             text = str(details["ctx"]["error"])
             path = path or _mentioned(text, tree)
-            text = f"{dotted(spot.path)}: {text}" if spot.path else text
+            is_placed = not spot.path or text.startswith(f"{dotted(spot.path)} ")  # names its key itself
+            text = text if is_placed else f"{dotted(spot.path)}: {text}"
         case "finite_number" if spot.slot is not None:
             text = f"{dotted(path)}: expected {words(spot.slot)} that is finite, got {shown(spot.value)}"
         case "extra_forbidden":
@@ -228,6 +233,7 @@ def _unknown_member(spot: _Spot) -> tuple[str, KeyPath]:
     key, valid = spot.slot.selector, names(spot.slot)
     if key not in spot.value:
         return f"the key {dotted((*spot.path, key))} is missing; expected one of {', '.join(valid)}", spot.path
+    valid = [*valid, FORM] if spot.path == ("algorithm",) else valid
     path = (*spot.path, key)
     return f"{dotted(path)}: expected one of {', '.join(valid)}, got {shown(spot.value[key])}", path
 

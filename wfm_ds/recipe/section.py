@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+MAX_PATH = 4095  # characters, of Linux
+
+
+def sized(path: Any) -> Any:
+    """A path becomes the working directory if it is empty, and an error of the system wherever it is used if it is too
+    long."""
+    text = str(path) if isinstance(path, str | Path) else "."
+    if not text:
+        raise ValueError("is empty: name a folder or file, or . for the working directory")
+    if len(text) > MAX_PATH:
+        raise ValueError(f"has {len(text):,} characters, a path has at most {MAX_PATH:,}")
+    return path
+
 
 MAX_PATH_BYTES = 3500  # Linux takes 4095; the rest is for what stands below a folder
 MAX_NAME_BYTES = 255
@@ -52,14 +66,16 @@ def storage_address(address: str) -> str:
     return f"s3://{bucket}"
 
 
-UserPath = Annotated[Path, AfterValidator(local)]
-UserAddress = Annotated[str, AfterValidator(expand_user)]
+UserPath = Annotated[Path, BeforeValidator(sized), AfterValidator(local)]
+UserAddress = Annotated[str, BeforeValidator(sized), AfterValidator(expand_user)]
 """A path on this machine, or a URL."""
 PossiblePath = Annotated[str, AfterValidator(possible)]
 """A path that is expanded elsewhere, or a name in its place such as tiny:sd3."""
 RewardName = Annotated[str, AfterValidator(reward_name)]
 StorageAddress = Annotated[str, AfterValidator(storage_address)]
 """An s3:// address below which a run keeps its copies; without a slash at its end."""
+UserClass = Annotated[str, Field(pattern=r"^[^:\s]+:[^:\s]+$")]
+"""A class of the user's own: `package.module:Class` (user_class.py)."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 

@@ -26,6 +26,7 @@ from wfm_ds.recipe.section import (
     Section,
     StorageAddress,
     UserAddress,
+    UserClass,
     UserPath,
 )
 
@@ -51,6 +52,9 @@ class ModelRecipe(Section):
 
     path: PossiblePath
     """A diffusers pipeline folder, or `tiny:FAMILY` for a random tiny pipeline (made once, in the user's cache)."""
+    family: UserClass | None = None
+    """Your own model family, `package.module:Class` (docs/models.md). Unset: the one that serves the pipeline's
+    class."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype of the denoiser. Latents, losses, optimizer and averages are float32 in any case."""
     denoiser_init: Literal["pretrained", "random"] = "pretrained"
