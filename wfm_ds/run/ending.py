@@ -55,7 +55,7 @@ class Ending:
         self.loop: Progress | None = None  # once it runs
         self.exporter: Exports | None = None
         self.heartbeat: Heartbeat | None = None  # of a run of several ranks
-        self._recording, self._is_recorded = threading.Lock(), False  # the heartbeat's thread may come with a verdict
+        self._recording, self._is_recorded = threading.Lock(), False  # the heartbeat's thread may come with a fault
         self.mirror: Mirror | None = None  # rank 0's, of a run that is copied to a storage
         self.copies: Copies | None = None  # once the run has waited for them
         self.error_code = 1  # of a run that was ended by an error, its user's or not
@@ -84,39 +84,39 @@ class Ending:
 
     def failed_alone(self, error: UserError) -> bool:
         """By an error of the user's that the other ranks may not have: they wait for this one in an exchange, and end
-        by the heartbeat's verdict. Whether this rank is the one to say it."""
+        by the heartbeat's finding. Whether this rank is the one to say it."""
         from wfm_ds.distributed.lifecycle import USER_ERROR
 
         self.error_code = USER_ERROR
-        verdict = self.heartbeat.failed(f"{LONE}{error}", is_victim=False) if self.heartbeat is not None else None
+        fault = self.heartbeat.failed(f"{LONE}{error}", is_secondary=False) if self.heartbeat is not None else None
         self._record_failure(str(error))
-        return verdict is None or self.world.rank in verdict.ranks
+        return fault is None or self.world.rank in fault.ranks
 
     def unexpected(self, error: Exception) -> bool:
         """By an error of this rank, which ends all. Whether another rank is to blame, and was named."""
         from wfm_ds.distributed.heartbeat import is_broken_exchange
 
-        message, is_victim = f"{type(error).__name__}: {error}", is_broken_exchange(error)
-        verdict = self.heartbeat.failed(message, is_victim=is_victim) if self.heartbeat is not None else None
-        if verdict is not None and is_victim:
-            self.judged(verdict.text)
+        message, is_secondary = f"{type(error).__name__}: {error}", is_broken_exchange(error)
+        fault = self.heartbeat.failed(message, is_secondary=is_secondary) if self.heartbeat is not None else None
+        if fault is not None and is_secondary:
+            self.judged(fault.text)
             log.error("rank %d saw it as %s", self.world.rank, message)
-            if self.world.rank in verdict.ranks:  # the exchange broke here
+            if self.world.rank in fault.ranks:  # the exchange broke here
                 traceback.print_exception(error)
             return True
         self._record_failure(message)
         return False
 
-    def judged(self, verdict: str) -> None:
+    def judged(self, fault: str) -> None:
         """By another rank; called from the heartbeat's thread where the main one cannot go on."""
         from wfm_ds.distributed.lifecycle import USER_ERROR
 
-        if f" failed: {LONE}" in verdict:
+        if f" failed: {LONE}" in fault:
             self.error_code = USER_ERROR
-        log.error("the run ends: %s", verdict)
+        log.error("the run ends: %s", fault)
         if not self.world.is_main and self.world.local_rank == 0:  # one voice for each machine; the log has rank 0's
-            os.write(2, f"rank {self.world.rank}: the run ends: {verdict}\n".encode())
-        self._record_failure(verdict)
+            os.write(2, f"rank {self.world.rank}: the run ends: {fault}\n".encode())
+        self._record_failure(fault)
 
     def _record_failure(self, message: str) -> None:
         from wfm_ds.run.folder import clear_run
