@@ -1,4 +1,4 @@
-"""What an export is made for: the pipeline that was trained, known from its folder alone, without a loaded model."""
+"""The target of an export: the pipeline that was trained, known from its folder alone, without a loaded model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class ExportTarget:
 
     @classmethod
     def of(cls, model: DiffusionModel) -> ExportTarget:
-        """Of a loaded model; notes how it encoded prompts where base folder or stock call say otherwise."""
+        """Make the target of a loaded model; note how it encoded prompts where base folder or stock call say
+        otherwise."""
         base = model.path.absolute()
         known = read_json(base / CALL) if (base / CALL).exists() else {}
         trained = model.text_call().items()
@@ -45,7 +46,7 @@ class ExportTarget:
 
     @classmethod
     def of_json(cls, note: Mapping[str, Any]) -> ExportTarget:
-        """What `to_json` gave."""
+        """Read what `to_json` gave."""
         return cls(Path(note["base"]), tuple(note["parts"]), note["call"])
 
     def to_json(self) -> dict[str, Any]:
@@ -76,7 +77,8 @@ class ExportTarget:
         return {name: spec.shape for name, spec in self.specs(part).items()}
 
     def prefix(self, part: str) -> str:
-        """What stands before the names of a part's tensors in an engine: nothing, unless there are several parts."""
+        """Return what stands before the names of a part's tensors in an engine: nothing, unless there are several
+        parts."""
         return "" if len(self.parts) == 1 else f"{part}."
 
     def stored(self, part: str) -> StoredWeights:

@@ -100,7 +100,7 @@ class RankStates:
         return is_known and now_s - ended_at_s >= SETTLE_S
 
     def _forgive_sleep(self, now_s: float) -> None:
-        """What was heard since counts as heard now, not later."""
+        """Move the times by what this process slept: messages that waited meanwhile count as heard now, not later."""
         slept_s = 0.0 if self.looked_at_s is None else now_s - self.looked_at_s - self.awake_s
         self.looked_at_s = now_s
         if slept_s > 0:

@@ -190,7 +190,8 @@ def listen_everywhere() -> socket.socket:
 
 
 def readable_of(sockets: list[socket.socket], timeout_s: float) -> set[socket.socket]:
-    """Those that can be read, once there are any. Not select(), which takes descriptors below 1024 alone."""
+    """Return the sockets that can be read, once there are any. Not select(), which takes descriptors below 1024
+    alone."""
     poll = select.poll()
     by_number = {sock.fileno(): sock for sock in sockets}
     for number in by_number:
@@ -357,7 +358,8 @@ def start(
 
 
 def is_broken_exchange(error: BaseException | None) -> bool:
-    """Whether an error says that an exchange with other ranks failed: then another rank is likely to be the cause."""
+    """Return whether an error says that an exchange with other ranks failed: then another rank is likely to be the
+    cause."""
     import torch.distributed as dist
 
     while error is not None:

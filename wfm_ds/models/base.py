@@ -1,4 +1,4 @@
-"""What every pipeline family offers to the loops. Nothing outside `models/` may branch on a family.
+"""The interface of every pipeline family to the loops. Nothing outside `models/` may branch on a family.
 
 Latents, sigma and velocities are float32; time is `sigma` in (0, 1] (1 is pure noise); velocity is `eps - x0`.
 """
@@ -139,7 +139,8 @@ class DiffusionModel(ABC):
         """
 
     def encode_negative(self, texts: Sequence[str]) -> Conditioning:
-        """As encode_text, for what guidance contrasts with and what replaces a dropped caption (`NegativeText`).
+        """Encode, as encode_text does, what guidance contrasts with and what replaces a dropped caption
+        (`NegativeText`).
 
         It differs where the stock pipeline wraps its prompts in an instruction and its negative prompts not.
         """
@@ -258,7 +259,7 @@ class DiffusionModel(ABC):
         """(C,h,w) of an image or (C,T,h,w) of a video of this many pixels; ValueError names the multiple it must be."""
 
     def size_multiple(self, num_frames: int = 1) -> int:
-        """What height and width are multiples of: the smallest size that there is."""
+        """The number that height and width are multiples of: the smallest size that there is."""
 
         def exists(size: int) -> bool:
             try:
@@ -292,7 +293,7 @@ class DiffusionModel(ABC):
         return grid
 
     def schedule_arguments(self, shape: Sequence[int]) -> dict[str, float]:
-        """What the stock pipeline passes to set_timesteps besides the number of steps."""
+        """Return what the stock pipeline passes to set_timesteps besides the number of steps."""
         return {}
 
     @property

@@ -1,4 +1,4 @@
-"""What all sections of the recipe schema share."""
+"""The base class of all sections of the recipe schema, and the types of their keys."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Section(BaseModel):
     )
 
     def changed(self, *keys: str) -> list[str]:
-        """Those of these keys that have another value than their default: a resolved recipe names all keys."""
+        """List those of these keys that have another value than their default: a resolved recipe names all keys."""
         return [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
 
     def require_default(self, *keys: str, unless: str) -> None:
