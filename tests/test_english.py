@@ -1,4 +1,4 @@
-"""Plain English: a docstring opens with an imperative or a noun phrase, not with a fragment that needs its signature."""
+"""Plain English: a docstring opens with an imperative or a noun phrase, not with a fragment."""
 
 import ast
 from collections import Counter
