@@ -85,7 +85,7 @@ class Ending:
     def failed_alone(self, error: UserError) -> bool:
         """By an error of the user's that the other ranks may not have: they wait for this one in an exchange, and end
         by the heartbeat's finding. Whether this rank is the one to say it."""
-        from wfm_ds.distributed.lifecycle import USER_ERROR
+        from wfm_ds.program import USER_ERROR
 
         self.error_code = USER_ERROR
         fault = self.heartbeat.failed(f"{LONE}{error}", is_secondary=False) if self.heartbeat is not None else None
@@ -109,7 +109,7 @@ class Ending:
 
     def judged(self, fault: str) -> None:
         """By another rank; called from the heartbeat's thread where the main one cannot go on."""
-        from wfm_ds.distributed.lifecycle import USER_ERROR
+        from wfm_ds.program import USER_ERROR
 
         if f" failed: {LONE}" in fault:
             self.error_code = USER_ERROR
