@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from wfm_ds.errors import RunError
+from wfm_ds.training.speed import speed_metrics, speed_note
 
 if TYPE_CHECKING:
     from wfm_ds.engine.engine import StepResult
@@ -50,16 +51,14 @@ def finish_step(job: Job, step: int, updates: Sequence[Mapping[str, float]], *, 
 
     The first line also has the times, counts and speed of the whole step.
     """
+    work = job.engine.take_work()  # within the step's time: it takes seconds at first
     times = job.timer.collect(job.world)
+    speed = speed_metrics(job, work, samples, times["time/step"])
     counts = {f"perf/forwards_{name}": float(count) for name, count in sorted(job.forwards.items())}
     job.forwards.clear()
-    speed = {
-        "perf/samples_per_s": samples / times["time/step"],
-        "perf/samples_per_s_per_gpu": samples / times["time/step"] / job.world.size,
-    }
     first_update = (step - 1) * job.derived.updates_per_step + 1
     for update, metrics in enumerate([{**updates[0], **times, **counts, **speed}, *updates[1:]], first_update):
         job.monitor.scalars(update, metrics)
     headline = next((m for m in ("reward/total/mean", "sft/loss", "loss/total") if m in updates[0]), None)
-    note = f"{headline} {updates[0][headline]:.4f}" if headline else ""
-    job.monitor.progress(step, samples=samples, note=note)
+    notes = [f"{headline} {updates[0][headline]:.4f}"] if headline else []
+    job.monitor.progress(step, samples=samples, note=", ".join([*notes, speed_note(speed)]))
