@@ -10,6 +10,9 @@ same command then goes on, and may be killed again, until it finishes. A run tha
     * in the end metrics, exports and the last checkpoint (weights, ema, old, AdamW's moments) are equal to the bit.
 
 Exit code 1, and nothing written, if one does. Speeds and times are no part of it.
+
+A tenth case kills runs that save at every second step at instants of their first two steps, half of them at an
+operation on any file of the run: most are killed before there is a checkpoint, and begin again from step 0.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ RANKS, STEPS = 2, 4
 RECIPES = {"sft": "sd3_sft", "nft": "sd3_nft"}
 KINDS = {"SFT, LoRA": ("sft", True), "DiffusionNFT, LoRA": ("nft", True), "DiffusionNFT, all weights": ("nft", False)}
 STAGES = (1, 2, 3)
+EARLY = ("SFT, LoRA", 2)  # kind and ZeRO stage of the case that is killed in its first two steps
+EARLY_STEPS = 2
 COMMON = (
     *(f"run.steps={STEPS}", "checkpoint.every=1", "checkpoint.keep=2", "checkpoint.export_every=2"),
     *("optimizer.lr=3e-2", "optimizer.warmup_steps=3", "ema={decay: 0.5}"),
@@ -115,6 +120,7 @@ class Run:
     recipe: str
     overrides: Sequence[str]
     steps: list[int] = field(default_factory=list)  # of the newest complete checkpoint after each kill; 0 for none
+    early: bool = False  # killed at operations on any of its files, not on checkpoints alone
 
     @property
     def checkpoints(self) -> Path:
@@ -122,10 +128,9 @@ class Run:
 
     def start(self, moment: Moment) -> Ended:
         """Raises StudyError unless it finishes, or is killed."""
-        begun_anew = [] if not self.steps or self.steps[-1] else ["--overwrite"]  # there is nothing to continue from
-        words = [self.recipe, f"run.output_dir={self.folder}", *self.overrides, *begun_anew]
-        scratch = self.folder.parent
-        ended = start(words, RANKS, moment=moment, watched=self.checkpoints, scratch=scratch)
+        words = [self.recipe, f"run.output_dir={self.folder}", *self.overrides]
+        scratch, watched = self.folder.parent, self.folder if self.early else self.checkpoints
+        ended = start(words, RANKS, moment=moment, watched=watched, scratch=scratch)
         if not ended.killed and any(ended.exit_codes):
             raise StudyError(f"{self.folder}: exit codes {ended.exit_codes}\n{tails(scratch)}")
         self.require_right_start()
@@ -203,17 +208,36 @@ def study(
     recipe = str(REPOSITORY / "recipes" / "tiny" / f"{RECIPES[name]}.yaml")
     whole = Run(base / "whole", recipe, inputs.overrides(kind, stage))
     undisturbed = whole.start(None)
+    return killed(whole, undisturbed, kills=kills, draw=draw, say=say) | {"case": kind, "ZeRO": stage}
+
+
+def study_early(inputs: Inputs, *, kills: int, draw: random.Random, say: Callable[[str], None]) -> dict[str, Any]:
+    """A row of figures about kills in the first two steps. Raises StudyError."""
+    kind, stage = EARLY
+    base = inputs.folder / "early"
+    base.mkdir()
+    recipe = str(REPOSITORY / "recipes" / "tiny" / f"{RECIPES[KINDS[kind][0]]}.yaml")
+    overrides = [*inputs.overrides(kind, stage), f"checkpoint.every={EARLY_STEPS}"]
+    whole = Run(base / "whole", recipe, overrides, early=True)
+    whole.start(None)
+    # A run that ends there tells how long the first two steps take, and how many files they touch.
+    first = Run(base / "first", recipe, [*overrides, f"run.steps={EARLY_STEPS}"], early=True).start(None)
+    return killed(whole, first, kills=kills, draw=draw, say=say) | {"case": f"{kind}, first two steps", "ZeRO": stage}
+
+
+def killed(whole: Run, extent: Ended, *, kills: int, draw: random.Random, say: Callable[[str], None]) -> dict[str, Any]:
+    """Kill runs like `whole` at instants of `extent`, each until it finishes. Raises StudyError."""
     want, left, runs = records(whole.folder), list[dict[str, int]](), 0
     while len(left) < kills:
-        run = Run(base / f"killed_{runs}", recipe, whole.overrides)
+        run = Run(whole.folder.with_name(f"killed_{runs}"), whole.recipe, whole.overrides, early=whole.early)
         runs += 1
-        while run.start(moment := drawn(draw, len(left), kills, undisturbed)).killed:
+        while run.start(moment := drawn(draw, len(left), kills, extent)).killed:
             left.append(run.examine(want))
-            say(f"{kind}, ZeRO {stage}: killed at {moment}, goes on from step {run.steps[-1]}")
+            say(f"{whole.folder.parent.name}: killed at {moment}, goes on from step {run.steps[-1]}")
         run.require_equal(whole)
     sums = {what: sum(of_kill[what] for of_kill in left) for what in (IN_SAVE, BEFORE_FIRST)}
     lost = max(of_kill[LOST] for of_kill in left)
-    return {"case": kind, "ZeRO": stage, KILLS: len(left), **sums, LOST: lost, EQUAL: runs}
+    return {"case": "", "ZeRO": 0, KILLS: len(left), **sums, LOST: lost, EQUAL: runs}
 
 
 def drawn(draw: random.Random, number: int, kills: int, undisturbed: Ended) -> Moment:
@@ -226,14 +250,17 @@ def drawn(draw: random.Random, number: int, kills: int, undisturbed: Ended) -> M
     return AtFile(rank, draw.randint(1, undisturbed.file_operations[rank]))
 
 
-def all_cases(folder: Path, kills: int, seed: int, result: Path) -> None:
+def all_cases(folder: Path, kills: int, early: int, seed: int, result: Path) -> None:
     """In the process that forks: every case, and their rows as JSON in `result`."""
     for name in WARM:
         importlib.import_module(name)
     draw, rows = random.Random(seed), []
-    for kind in KINDS:
-        for stage in STAGES:
-            rows.append(study(Inputs(folder), kind, stage, kills=kills, draw=draw, say=say))
+    if kills:
+        for kind in KINDS:
+            for stage in STAGES:
+                rows.append(study(Inputs(folder), kind, stage, kills=kills, draw=draw, say=say))
+    if early:
+        rows.append(study_early(Inputs(folder), kills=early, draw=draw, say=say))
     result.write_text(json.dumps(rows))
 
 
@@ -254,16 +281,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="benchmarks.kills", description="Kill runs, and compare what becomes of them."
     )
     parser.add_argument("--kills", type=int, default=4, help="of each of the nine cases (default 4)")
+    parser.add_argument("--early", type=int, default=30, help="in the first two steps (default 30)")
     parser.add_argument("--seed", type=int, default=0, help="of the instants")
     parser.add_argument("--no-write", action="store_true", help="print only")
     parser.add_argument("--forking", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.forking:
-        all_cases(options.forking, options.kills, options.seed, options.forking / "rows.json")
+        all_cases(options.forking, options.kills, options.early, options.seed, options.forking / "rows.json")
         return 0
     with tempfile.TemporaryDirectory(prefix="wfm-kills-") as name:
         folder = Path(name)
-        rows = studied(Inputs(folder), options.kills, options.seed)
+        rows = studied(Inputs(folder), options.kills, options.early, options.seed)
     if rows is None:
         return 1
     rows.append(
@@ -275,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def studied(inputs: Inputs, kills: int, seed: int) -> list[dict[str, Any]] | None:
+def studied(inputs: Inputs, kills: int, early: int, seed: int) -> list[dict[str, Any]] | None:
     """The rows of all cases; None if one failed, which has been said. One reward service is for all runs: they come
     and go, it stays."""
     from wfm_ds.recipe import file as recipe_file
@@ -286,7 +314,7 @@ def studied(inputs: Inputs, kills: int, seed: int) -> list[dict[str, Any]] | Non
     assert reward is not None
     with RewardService(reward, inputs.rewards):
         command = [sys.executable, "-m", "benchmarks.kills", "--forking", str(inputs.folder)]
-        command += ["--kills", str(kills), "--seed", str(seed)]
+        command += ["--kills", str(kills), "--early", str(early), "--seed", str(seed)]
         failed = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, check=False).returncode
     return None if failed else json.loads((inputs.folder / "rows.json").read_text())
 

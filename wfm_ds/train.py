@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from wfm_ds import __version__
 from wfm_ds.errors import RunError, UserError
+from wfm_ds.program import program
 
 if TYPE_CHECKING:
     from wfm_ds.data.datasets import TrainingData
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
     from wfm_ds.run.ending import Ending
     from wfm_ds.run.folder import Start
     from wfm_ds.run.result import Outcome
-    from wfm_ds.training.rl import RlTrainer
-    from wfm_ds.training.sft import SftTrainer
+    from wfm_ds.training.loop import Loop
 
 log = logging.getLogger("wfm_ds.train")  # run with -m, __name__ is another
 
@@ -51,23 +51,24 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    from wfm_ds.distributed.lifecycle import fail_as_rank, strip_launcher_args
+
+    words = strip_launcher_args(sys.argv[1:] if argv is None else argv)
+    return program(parser(), load_and_run, words, fail=fail_as_rank)
+
+
+def load_and_run(args: argparse.Namespace) -> int:
     from wfm_ds.distributed import lifecycle
     from wfm_ds.distributed.accelerator import choose_accelerator
     from wfm_ds.distributed.logs import quieten_libraries
     from wfm_ds.recipe import file as recipe_file
 
-    arguments = lifecycle.strip_launcher_args(sys.argv[1:] if argv is None else argv)
-    args = parser().parse_intermixed_args(arguments)
     stop = lifecycle.install_signal_handlers()
     quieten_libraries()
     choose_accelerator()
-    rank = int(os.environ.get("RANK", "0"))
-    try:
-        recipe = recipe_file.load(args.recipe, args.overrides)
-        if args.check:
-            return check(recipe, rank, overwrite=args.overwrite)
-    except UserError as error:
-        lifecycle.user_error_exit(str(error), rank)
+    recipe = recipe_file.load(args.recipe, args.overrides)
+    if args.check:
+        return check(recipe, int(os.environ.get("RANK", "0")), overwrite=args.overwrite)
     lifecycle.watch_parent()
     return run(recipe, stop, overwrite=args.overwrite)
 
@@ -130,10 +131,9 @@ def prepare_and_train(
     from wfm_ds.distributed.logs import setup_logging
     from wfm_ds.distributed.world import ranks_per_node
     from wfm_ds.recipe.derived import num_replicas
-    from wfm_ds.run.folder import locked, open_output
+    from wfm_ds.run.folder import locked
     from wfm_ds.run.model import load_model
-    from wfm_ds.run.result import Outcome
-    from wfm_ds.run.stored import clear, fetched, finish, open_mirror, require_storage, send_rest
+    from wfm_ds.run.stored import finish, open_mirror, opened, require_storage
     from wfm_ds.training.build import reward_endpoint
     from wfm_ds.training.preflight import preflight
 
@@ -142,10 +142,7 @@ def prepare_and_train(
     world = world.in_replicas(recipe.engine.sequence_parallel)
     start = agreed_start(recipe, world, overwrite=overwrite)
     if start.finished:
-        where = folder if folder.exists() or recipe.checkpoint.storage is None else recipe.checkpoint.storage
-        log.info("%s holds this run, finished with step %d: nothing to do", where, start.step)
-        ending.copies = send_rest(recipe, world, start.step)
-        return Outcome("finished", start.step)
+        return finished_before(recipe, world, start, ending)
     world.checked(lambda: require_storage(recipe), on="main")
     data = world.checked(lambda: preflight(recipe, world.size))
     model = world.checked(lambda: load_model(recipe, world.device))
@@ -153,11 +150,13 @@ def prepare_and_train(
     world.checked(lambda: model.check_prompts(drawn[world.rank :: world.size]))
     with contextlib.ExitStack() as held:
         world.checked(lambda: held.enter_context(locked(folder)), on="main")
+        # Once more: until the folder was locked, another start of this run may have gone on in it.
+        start = agreed_start(recipe, world, overwrite=overwrite)
+        if start.finished:
+            held.close()
+            return finished_before(recipe, world, start, ending)
         mirror = open_mirror(recipe, world)
-        if overwrite:
-            world.checked(lambda: clear(recipe, mirror), on="main")
-        start = fetched(recipe, world, mirror, start)
-        world.checked(lambda: open_output(recipe, start), on="main")
+        start = opened(recipe, world, mirror, start, overwrite=overwrite)
         ending.start, ending.mirror = start, mirror
         setup_logging(folder, world.rank, console=recipe.logging.console)
         endpoint = held.enter_context(reward_endpoint(recipe, world))
@@ -169,6 +168,18 @@ def prepare_and_train(
             raise
         ending.copies = finish(recipe, world, mirror)
         return outcome
+
+
+def finished_before(recipe: Recipe, world: World, start: Start, ending: Ending) -> Outcome:
+    """Say that there is nothing to do, and send to the storage what it lacks. The caller does not hold the lock."""
+    from wfm_ds.run.result import Outcome
+    from wfm_ds.run.stored import send_rest
+
+    folder, storage = recipe.run.output_dir, recipe.checkpoint.storage
+    where = folder if folder.exists() or storage is None else storage
+    log.info("%s holds this run, finished with step %d: nothing to do", where, start.step)
+    ending.copies = send_rest(recipe, world, start.step)
+    return Outcome("finished", start.step)
 
 
 def agreed_start(recipe: Recipe, world: World, *, overwrite: bool) -> Start:
@@ -201,7 +212,7 @@ def train(
         job = open_job(recipe, world, stop, model, data, start, resources)
         job.mirror = ending.mirror
         exporter, checkpoints = Exporter(job), Checkpoints(job)
-        loop: RlTrainer | SftTrainer
+        loop: Loop
         if algorithm is not None:
             loop = reinforcement(job, algorithm, data, exporter, checkpoints, endpoint, resources)
         else:

@@ -80,9 +80,17 @@ class HttpConfig(Section):
     """A file, readable by its owner alone, with the token that requests must bear. Unset: the environment variable
     WFM_REWARD_TOKEN. Neither: no token, on loopback only. Relative to the configuration file."""
     max_body_mib: PositiveInt = 512
-    """Of one request."""
+    """The largest body of one request."""
+    body_timeout_s: PositiveFloat = 120.0
+    """A body that is not there after this long is refused with 408."""
+    idle_timeout_s: PositiveFloat = 30.0
+    """A connection without a request in hand is cut off after this long: one that sends no header, or reads no answer.
+    """
+    max_connections: PositiveInt = 256
+    """Open connections; a further one is answered 503. At most a quarter of the process's file descriptors
+    (`ulimit -n`): the others are for trainers and workers."""
     max_pending_mib: PositiveInt = 2048
-    """Of bodies on their way and media that are not scored yet, of all requests together; latents count with the
+    """Bodies as they arrive and media that are not scored yet, of all requests together; latents count with the
     videos that they become. Above it, requests are refused with 429, and with 413 one that does not fit by itself."""
     timeout_s: PositiveFloat = 600.0
     """An item without a score after this long has failed, whatever is done with it at that time."""

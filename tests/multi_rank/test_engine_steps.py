@@ -27,7 +27,7 @@ from wfm_ds.engine.lockstep import Guard
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.rollout.groups import PromptGroups
-from wfm_ds.training.rl import RlTrainer
+from wfm_ds.training.rl import RlLoop
 
 A_MATRIX = "transformer_blocks.0.attn.to_q.lora_A.default.weight"
 
@@ -97,7 +97,7 @@ def follow_every_third_step(skipped, resumed_after):
     def trainer():
         source = SimpleNamespace(groups=PromptGroups(None, 1))
         stateless = SimpleNamespace(state=dict, restore=lambda state: None)
-        return RlTrainer(job, build_rl(recipe, None), source, stateless, None, None)
+        return RlLoop(job, build_rl(recipe, None), source, stateless, None, None)
 
     loop = trainer()
     for step in range(1, 4):

@@ -3,8 +3,10 @@
 import itertools
 import json
 import os
+import re
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -12,6 +14,7 @@ import time
 from concurrent.futures import CancelledError
 from contextlib import ExitStack
 
+import msgpack
 import numpy as np
 import pytest
 import zmq
@@ -95,10 +98,13 @@ class RawPeer:
         stack.callback(lambda: (self.dealer.close(), self.context.term()))
 
     def say(self, message_type, **fields):
+        self.send(wire.encode(message_type, next(self.mids), fields))
+
+    def send(self, header, *payload):
         deadline_s = time.monotonic() + DEADLINE_S
         while True:
             try:
-                return self.dealer.send(wire.encode(message_type, next(self.mids), fields))
+                return self.dealer.send(header, payload)
             except Full:  # not connected yet
                 assert time.monotonic() < deadline_s
                 self.dealer.socket.poll(10)
@@ -111,6 +117,11 @@ class RawPeer:
                 if message.type == message_type:
                     return message
         return None
+
+
+def raw_header(fields):
+    packed = msgpack.packb(fields)
+    return struct.pack("<I", wire.checksum(packed)) + packed
 
 
 class RawWorker(RawPeer):
@@ -445,6 +456,36 @@ def test_rubbish_disturbs_nobody(stack, folder):
     assert hub.error is None
     stranger.close()
     context.term()
+
+
+def test_a_flood_of_bad_messages_is_a_line_for_each_reason_and_its_count(stack, folder, caplog):
+    """As many distinct texts as messages: what a peer writes makes no reason of its own."""
+    hub = a_hub(stack, folder)
+    peer = RawPeer(stack, hub.client_endpoint)
+    bad = [
+        lambda i: (os.urandom(50 + i),),  # checksum
+        lambda i: (raw_header({"v": wire.PROTOCOL, "t": f"type {i}", "mid": 1}),),
+        lambda i: (raw_header({"v": wire.PROTOCOL, "t": "since", "mid": 1, f"key {i}": 1}),),
+        lambda i: (raw_header({"v": wire.PROTOCOL, "t": "since", "mid": 1, "seq": 0}), *[b"x"] * (1 + i % 50)),
+    ]
+    for i in range(400):
+        for frames in bad:
+            peer.send(*frames(i))
+            assert peer.hear("reject")
+    hub.stop(0.0)
+    lines = [record.getMessage() for record in caplog.records if "dropped a message" in record.getMessage()]
+    assert hub.rejected.total() == 1600
+    assert len(lines) <= 2 * len(bad), lines[:20]
+    assert sum(int(count[1]) if (count := re.search(r": (\d+) more", line)) else 1 for line in lines) == 1600
+
+
+def test_failures_of_tasks_that_a_worker_does_not_have_are_not_logged(stack, folder, caplog):
+    hub = a_hub(stack, folder)
+    worker = RawWorker(stack, hub)
+    for i in range(50):
+        worker.say("failed", id=f"nothing {i}", attempt=1, reason="no", detail="x" * 1000, fatal=False)
+        assert worker.hear("ack")
+    assert not [record for record in caplog.records if "failed at" in record.getMessage()]
 
 
 def test_nobody_answering_is_an_error_that_says_where(stack, tmp_path):

@@ -342,3 +342,10 @@ def test_what_is_missing_or_no_key_is_named(folders, tmp_path):
 def test_secrets_are_not_printed(folders):
     for some in (hub_keys(folders[0]), client_keys(folders[1])):
         assert some.secret.decode() not in repr(some)
+
+
+def test_a_file_that_is_no_key_is_one_line_however_many_handshakes_there_are(folders, caplog):
+    keys = hub_keys(folders[0])
+    (folders[0] / "public" / "half.key").write_text("curve")
+    assert not any(keys.allowed(b"x" * 40) for _ in range(100))
+    assert len([record for record in caplog.records if "half.key" in record.getMessage()]) == 1

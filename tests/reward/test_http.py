@@ -24,9 +24,9 @@ from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.types import MediaBatch
 from wfm_reward.config import HttpConfig
 from wfm_reward.web.access import check_token, service_token
+from wfm_reward.web.budget import MemoryBudget
 from wfm_reward.web.plain import parse_compute
 from wfm_reward.web.problem import Problem
-from wfm_reward.web.room import Room
 
 PROBES = Path(__file__).parent
 BRIGHTNESS, MOODY, OTHER = "probe_rewards:Brightness", "probe_rewards:Moody", "probe_rewards:Other"
@@ -318,11 +318,11 @@ def until(condition):
         assert time.monotonic() < deadline_s, "it did not happen"
 
 
-def test_bodies_on_their_way_fill_the_service_until_they_are_cut_off(service, http):
+def test_bodies_fill_the_service_as_they_arrive_until_they_are_cut_off(service, http):
     head = f"POST /api/reward/enqueue HTTP/1.1\r\nContent-Length: {4 * MIB}"
     until(lambda: pending(http) == 0)
-    slow = [raw(service, head, b"x" * 1000) for _ in range(2)]
-    until(lambda: pending(http) == 8 * MIB)
+    slow = [raw(service, head, bytes(4 * MIB - 1)) for _ in range(2)]
+    until(lambda: pending(http) == 8 * MIB - 2)
     status, content, headers = http.enqueue(asked(1, BRIGHTNESS), images(1))
     assert (status, content["error"]["code"], headers["Retry-After"]) == (429, "full", "5")
     for connection in slow:
@@ -404,7 +404,7 @@ def test_plain_json_takes_videos_as_files(tmp_path, kind):
 
 
 def parsed(**fields):
-    return parse_compute(memoryview(json.dumps(fields).encode()), Room(8 * MIB).share(0).take)
+    return parse_compute(memoryview(json.dumps(fields).encode()), MemoryBudget(8 * MIB).reserve(0).grow)
 
 
 SDP = "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\na=rtpmap:96 H264/90000\n"
@@ -450,23 +450,23 @@ def test_a_picture_that_unpacks_to_more_than_fits_is_refused_by_its_header(http)
     assert (status, content["error"]["code"]) == (413, "too_large")
 
 
-def test_pictures_that_are_unpacked_at_once_share_the_room():
+def test_pictures_that_are_unpacked_at_once_share_the_budget():
     """A request that has taken its place leaves none for one that unpacks beside it."""
-    room = Room(4 * MIB)
-    first, second = room.share(1000), room.share(1000)
+    budget = MemoryBudget(4 * MIB)
+    first, second = budget.reserve(1000), budget.reserve(1000)
     picture = encoded(np.zeros((1000, 1000, 3), np.uint8))
     body = memoryview(json.dumps({"prompt": ["x"], "image": [picture], "rewards": ["motion"]}).encode())
-    parse_compute(body, first.take)
+    parse_compute(body, first.grow)
     with pytest.raises(Problem) as problem:
-        parse_compute(body, second.take)
+        parse_compute(body, second.grow)
     assert problem.value.status == 429
-    heir = first.pass_on(10)
+    heir = first.transferred(10)
     first.release()
-    assert room.taken == 1010
+    assert budget.reserved_bytes == 1010
     heir.release()
     heir.release()
     second.release()
-    assert room.taken == 0
+    assert budget.reserved_bytes == 0
 
 
 def test_its_own_time_limit_is_a_named_failure_even_of_what_a_worker_has_in_hand(http, service):

@@ -13,6 +13,7 @@ from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.derived import derive
 from wfm_ds.recipe.schema import unread_async_keys, unread_keys
 from wfm_ds.run import folder as output
+from wfm_ds.run import layout
 from wfm_ds.run.folder import Start, find_start
 
 
@@ -32,6 +33,7 @@ def run(recipe, tmp_path):
     def leave(*steps, folder="out", overrides=(), finished=None):
         out = tmp_path / folder
         out.mkdir()
+        output.claim(out)
         text = recipe_file.dump(recipe(*overrides, folder=folder))
         (out / "recipe.yaml").write_text(text)
         (out / "metrics.jsonl").write_text('{"step": 1}\n' * 9)
@@ -69,12 +71,68 @@ def test_folder_that_only_looks_like_a_runs_is_refused(recipe, tmp_path, name, r
     (tmp_path / "out" / name).mkdir(parents=True)
     message = refusal(recipe(f"run.resume={resume}"))
     assert message.startswith(f"run.output_dir {tmp_path / 'out'} holds {name} and no run that these belong to")
-    assert find_start(recipe(f"run.resume={resume}"), 2, overwrite=True) == Start()
+
+
+@pytest.mark.parametrize("name", ["reward", "samples", "recipe.yaml"])
+def test_overwriting_deletes_nothing_that_no_run_recorded(recipe, tmp_path, name):
+    mine = tmp_path / "out" / name
+    mine.mkdir(parents=True)
+    with pytest.raises(RecipeError, match=rf"holds {name}, which no record of a run \(\.wfm_run\.json\) lists"):
+        find_start(recipe(), 2, overwrite=True)
+    output.clear_run(tmp_path / "out")
+    assert mine.exists()
 
 
 def test_what_a_failed_first_start_leaves_is_no_obstacle(recipe, tmp_path):
-    (tmp_path / "out" / "reward").mkdir(parents=True)
+    out = tmp_path / "out"
+    out.mkdir()
+    output.claim(out)
+    for name in ("reward", "logs"):
+        (out / name).mkdir()
+    output.clear_run(out, keep=["reward"])
+    assert sorted(entry.name for entry in out.iterdir()) == [".wfm_run.json", "reward"]
+    assert layout.recorded(out) == {"reward"}
     assert find_start(recipe(), 2) == Start()
+    (out / "samples").mkdir()  # by somebody, since then
+    assert "holds samples and no run" in refusal(recipe())
+
+
+@pytest.mark.parametrize("name", [".git", "pyproject.toml", "setup.py"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_the_folder_of_a_project_is_refused(recipe, tmp_path, name, overwrite):
+    (tmp_path / "out" / "reward").mkdir(parents=True)
+    (tmp_path / "out" / name).touch()
+    with pytest.raises(RecipeError, match=rf"is the folder of a project \(it holds {name}\)"):
+        find_start(recipe(), 2, overwrite=overwrite)
+
+
+@pytest.mark.parametrize("key", ["run.output_dir", "data.path", "data.cache_dir"])
+def test_an_empty_path_is_not_the_working_directory(recipe, key):
+    with pytest.raises(RecipeError, match="is empty"):
+        recipe(f"{key}=''")
+
+
+def test_a_path_that_no_system_takes_is_one_sentence(recipe, root):
+    for path in ("a" * 100_000, "a/" * 50_000):
+        with pytest.raises(RecipeError, match="has 100,000 characters, a path has at most 4,095"):
+            recipe(f"data.path={path}")
+    long = recipe_file.load(root / "recipes" / "tiny" / "sd3_nft.yaml", [f"run.output_dir={'a' * 1000}/b"])
+    message = refusal(long)
+    assert message.endswith("(1,002 characters): File name too long; name another folder")
+    assert len(message) < 400
+
+
+def test_a_link_that_leads_nowhere_is_one_sentence(recipe, tmp_path):
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "self").symlink_to(tmp_path / "self")
+    for name in ("dangling", "dangling/out"):
+        assert f"{tmp_path}/dangling is a link to {tmp_path}/nowhere, which does not exist" in refusal(
+            recipe(folder=name)
+        )
+    for name in ("self", "self/out"):
+        assert "Too many levels of symbolic links; name another folder" in refusal(recipe(folder=name))
+    (tmp_path / "nowhere").mkdir()
+    assert find_start(recipe(folder="dangling"), 2) == Start()
 
 
 def test_output_below_a_file_is_refused(recipe, tmp_path):
@@ -96,9 +154,43 @@ def test_never_refuses_a_folder_with_a_run(recipe, run):
     assert message.endswith("or pass --overwrite to replace that run")
 
 
-def test_run_without_a_checkpoint_cannot_be_continued(recipe, run):
-    run()
-    assert "holds a run already (recipe.yaml, metrics.jsonl), without a complete checkpoint" in refusal(recipe())
+def test_run_without_a_checkpoint_begins_again_with_the_same_recipe(recipe, run):
+    out = run()
+    assert find_start(recipe(), 2) == Start(again=True)
+    assert "optimizer.lr: 0.0003 there, 1.0 here" in refusal(recipe("optimizer.lr=1"))
+    (out / "result.json").write_text('{"status": "failed", "step": 1}')
+    (out / "tensorboard").mkdir()
+    for number in (1, 2):
+        output.open_output(recipe(), find_start(recipe(), 2))
+        assert not (out / "result.json").exists()
+        assert (out / "metrics.jsonl").read_text() == ""
+        assert (out / "earlier" / "1" / "metrics.jsonl").read_text() == '{"step": 1}\n' * 9
+        assert (out / "earlier" / str(number) / "metrics.jsonl").read_text().endswith(f'{{"step": {number}}}\n')
+        (out / "metrics.jsonl").write_text('{"step": 2}\n')
+    assert {path.name for path in (out / "earlier" / "1").iterdir()} == {"metrics.jsonl", "result.json", "tensorboard"}
+    assert layout.unrecorded_in(out) == ()
+
+
+def test_damaged_checkpoints_are_no_reason_to_begin_again(recipe, run):
+    out = run(4)
+    (out / "checkpoints" / "step_4" / "recipe.yaml").write_text("torn")
+    message = refusal(recipe())
+    assert "whose checkpoints are all damaged (step_4: recipe.yaml has 4 bytes instead of" in message
+    assert find_start(recipe(), 2, overwrite=True) == Start()
+
+
+def test_a_first_attempt_from_another_runs_checkpoint_begins_there_again(recipe, run):
+    path = run(4, folder="other") / "checkpoints" / "step_4"
+    resume = f"run.resume={path}"
+    run(overrides=[resume])
+    assert find_start(recipe(resume), 2) == Start(checkpoint=str(path), step=4, again=True)
+
+
+def test_checkpoints_without_a_run_are_not_taken_for_nothing(recipe, run):
+    out = run(4)
+    for name in ("recipe.yaml", "metrics.jsonl"):
+        (out / name).unlink()
+    assert "holds checkpoints and no run that these belong to" in refusal(recipe())
 
 
 def test_any_ranks_may_continue_but_with_the_same_global_batch_only(recipe, run):
@@ -253,7 +345,7 @@ def test_opening_cuts_back_to_the_checkpoint_and_discarding_removes_the_run_alon
     assert recipe_file.load(out / "recipe.yaml").run.steps == 9
     assert not (out / "result.json").exists()
     output.clear_run(out)
-    assert sorted(f.name for f in out.iterdir()) == ["notes.txt"]
+    assert sorted(f.name for f in out.iterdir()) == ["notes.txt"]  # not even the record
     output.clear_run(tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
 
@@ -275,6 +367,14 @@ def test_overwriting_knows_an_input_by_any_spelling(recipe, run, tmp_path, monke
     for override in (*inputs, "validation.prompts=~/out/samples"):
         with pytest.raises(RecipeError, match=r"lies in run\.output_dir, which --overwrite clears"):
             find_start(recipe(override), 2, overwrite=True)
+
+
+def test_a_tiny_model_is_no_path_inside_the_folder(recipe, root, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    prompts = f"data.path={root / 'recipes' / 'tiny' / 'prompts' / 'colors'}"
+    tiny = recipe("model.path=tiny:sd3", prompts)
+    monkeypatch.chdir(tmp_path / "out")
+    assert find_start(tiny, 2, overwrite=True) == Start()
 
 
 def test_folder_belongs_to_one_process_until_it_ends(recipe, run):

@@ -11,7 +11,7 @@ from wfm_ds.doctor import recipe as doctor_recipe
 from wfm_ds.errors import RecipeError, StorageError
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.derived import derive
-from wfm_ds.run import folder as output
+from wfm_ds.run import layout, place
 from wfm_ds.run.folder import Start, find_start
 from wfm_ds.run.mirror import Mirror
 from wfm_ds.run.stored import Copies, send_result
@@ -48,7 +48,8 @@ def leave(recipe, address):
 
     def run(*steps, folder=None, finished=None):
         text = recipe_file.dump(recipe())
-        files = {"recipe.yaml": text, "metrics.jsonl": '{"step": 1}\n' * 9}
+        record = layout.record_of((*layout.RUN_FILES, *layout.RUN_FOLDERS))
+        files = {layout.RECORD: record, "recipe.yaml": text, "metrics.jsonl": '{"step": 1}\n' * 9}
         facts = {"metrics_bytes": 12, "samples_per_step": derive(recipe(), WORLD).samples_per_step}
         for step in steps:
             marker = {"step": step, "world_size": WORLD, "facts": facts, "files": {"recipe.yaml": len(text)}}
@@ -99,9 +100,21 @@ def test_a_run_in_the_storage_is_refused_like_one_in_the_folder(recipe, leave, a
             find_start(recipe(change), WORLD)
         assert said in str(caught.value)
     transfer.remove([f"{address}/checkpoints/step_4/{store.COMPLETE}"])
-    with pytest.raises(RecipeError, match=r"without a complete checkpoint to continue from: set checkpoint\.storage"):
-        find_start(recipe(), WORLD)
+    assert find_start(recipe(), WORLD) == Start(again=True)
     assert find_start(recipe(), WORLD, overwrite=True) == Start()
+
+
+def test_checkpoints_of_a_storage_that_lack_files_are_no_reason_to_begin_again(recipe, leave, address):
+    leave(4)
+    transfer.remove([f"{address}/checkpoints/step_4/recipe.yaml"])
+    with pytest.raises(RecipeError, match=r"all damaged \(step_4 lacks files of its own\).* set checkpoint\.storage"):
+        find_start(recipe(), WORLD)
+
+
+def test_overwriting_leaves_a_storage_alone_that_no_run_recorded(recipe, leave, address):
+    transfer.put(b"source", f"{address}/reward/code.py")
+    with pytest.raises(RecipeError, match=rf"checkpoint.storage {address} holds reward, which no record of a run"):
+        find_start(recipe(), WORLD, overwrite=True)
 
 
 def test_a_run_that_has_finished_elsewhere_has_nothing_to_do(recipe, leave):
@@ -118,7 +131,7 @@ def test_folders_of_somebody_else_are_not_taken(recipe, address):
 
 def test_inputs_in_the_storage_are_not_overwritten(root, recipe, address):
     with pytest.raises(RecipeError, match=r"data\.path .* lies in checkpoint\.storage, which --overwrite clears"):
-        output.require_inputs_elsewhere(
+        place.require_inputs_elsewhere(
             recipe_file.load(
                 root / "recipes" / "tiny" / "sd3_sft.yaml",
                 ["data.kind=webdataset", f"data.path={address}/a.tar", f"checkpoint.storage={address}"],

@@ -58,6 +58,13 @@ def newest(root: str) -> RemoteCheckpoint | None:
     return None
 
 
+def flaws(root: str) -> list[str]:
+    """Name the checkpoints below `root` that were complete once and are not any more. Raises StorageError."""
+    names = transfer.listing(root)
+    marked = [step for step in sorted(_steps(names)) if f"step_{step}/{COMPLETE}" in names]
+    return [f"step_{step} lacks files of its own" for step in marked if _read_step(root, step, names) is None]
+
+
 def _read_step(root: str, step: int, names: Mapping[str, int]) -> RemoteCheckpoint | None:
     """`names`: what is below `root`, with sizes."""
     folder = f"step_{step}/"

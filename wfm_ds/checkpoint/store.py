@@ -198,8 +198,14 @@ def newest(root: Path) -> Checkpoint | None:
     return None
 
 
+def flaws(root: Path) -> list[str]:
+    """Say of each checkpoint folder below `root` that is not complete what is wrong with it."""
+    found = ((f"step_{step}", flaw(root / f"step_{step}")) for step in sorted(steps(root)))
+    return [f"{name}: {why}" for name, why in found if why is not None]
+
+
 def steps(root: Path) -> list[int]:
-    """The steps that have a folder, complete or not."""
+    """Return the steps that have a folder, complete or not."""
     if not root.is_dir():
         return []
     return [int(match[1]) for entry in root.iterdir() if (match := STEP_FOLDER.fullmatch(entry.name))]

@@ -74,8 +74,7 @@ def data_text(recipe: Recipe) -> str:
 
 
 def reward_text(recipe: Recipe) -> str:
-    reward = recipe.reward
-    assert reward is not None
+    reward = recipe.rl.reward
     if reward.endpoint is not None:
         reward = reward.model_copy(update={"start_timeout_s": min(SERVICE_TIMEOUT_S, reward.start_timeout_s)})
         recipe = recipe.model_copy(update={"reward": reward})

@@ -20,6 +20,7 @@ from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.migrate.dropped import reason_for
 from wfm_ds.migrate.keys import ABSENT, FIXED, MISSPELT, MOVED, ROWS, WHOLE, Row
 from wfm_ds.migrate.values import DDRL, NFT, SFT, WFM_SFT, CosmosConfig, NoCounterpart
+from wfm_ds.program import program
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.tree import to_yaml
@@ -49,21 +50,19 @@ class Migration:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    return program(parser(), run, argv)
+
+
+def run(args: argparse.Namespace) -> None:
     if args.keys:
         sys.stdout.write(key_table())
-        return 0
+        return
     if args.config is None:
-        parser().error("name a configuration")
-    try:
-        migration = migrate(read(args.config))
-        text = render(migration, args.config.name)
-        sys.stdout.write(text)
-        check(migration, text)
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    return 0
+        raise UserError("name a configuration, or --keys for the table of keys")
+    migration = migrate(read(args.config))
+    text = render(migration, args.config.name)
+    sys.stdout.write(text)
+    check(migration, text)
 
 
 def parser() -> argparse.ArgumentParser:

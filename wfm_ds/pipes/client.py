@@ -26,6 +26,7 @@ from wfm_ds.pipes.keys import ClientKeys
 from wfm_ds.pipes.messages import HUB_TO_CLIENT
 from wfm_ds.pipes.requests import Request, Requests
 from wfm_ds.pipes.sockets import Dealer, Full, Mailbox, NotAllowed, PipeError, check_endpoint
+from wfm_ds.pipes.throttle import Throttle
 from wfm_ds.pipes.wire import Array, Buffer, Message, TensorSpec, WireError
 
 log = logging.getLogger(__name__)
@@ -111,6 +112,7 @@ class PipeClient:
         self._clock = OwnClock(time.monotonic())
         self._heard_at_s = self._clock.now_s
         self._mids = itertools.count(1)
+        self._complaints = Throttle(log.warning)
         self._submissions: list[_Submission] = []
         self._where: dict[str, _Submission] = {}
         self._requests = Requests(f"mark/{self._identity['epoch']}")
@@ -230,6 +232,7 @@ class PipeClient:
             while not self._stopping:
                 self._wait()
                 now_s = self._clock.look(time.monotonic())
+                self._complaints.look(now_s)
                 for command in self._commands.take():
                     command()
                 while self._dealer is not None and (frames := self._dealer.receive()) is not None:
@@ -302,7 +305,7 @@ class PipeClient:
         try:
             message = wire.decode([frame.buffer for frame in frames], HUB_TO_CLIENT)
         except WireError as error:
-            log.warning("dropped a message of the hub: %s", error)
+            self._complaints.tell(error.reason, f"dropped a message of the hub: {error}", now_s)
             return
         self._heard_at_s = now_s
         fields = message.fields
@@ -332,7 +335,7 @@ class PipeClient:
             self._refused(fields["why"], now_s)
         else:
             self._trouble = fields["why"]
-            log.warning("the hub rejected a message: %s", fields["why"])
+            self._complaints.tell("rejected", f"the hub rejected a message: {fields['why']}", now_s)
 
     def _attached(self, fields: Mapping[str, Any]) -> None:
         self._session = fields["session"]

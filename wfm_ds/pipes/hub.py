@@ -87,19 +87,20 @@ class Hub:
         self._questions: deque[Future[HubStatus]] = deque()
         self._closed = False  # nothing more is answered
         self._context: zmq.Context[Any] = zmq.Context()
+        self._clock = OwnClock(time.monotonic())  # a hub that was stopped blames nobody for it
         self._routers: list[Router] = []
+        self._ports: list[Port] = []
         try:
             self._authenticator = None if keys is None else authenticator(self._context, keys)
-            client_router = self._bound(clients, keys)
-            worker_router = self._bound(workers, keys if worker_keys else None)
+            client_port = self._bound(clients, CLIENT_TO_HUB, keys)
+            worker_port = self._bound(workers, WORKER_TO_HUB, keys if worker_keys else None)
         except Exception:
             self._close()
             raise
-        self.client_endpoint, self.worker_endpoint = client_router.endpoint, worker_router.endpoint
-        self._clock = OwnClock(time.monotonic())  # a hub that was stopped blames nobody for it
+        self.client_endpoint, self.worker_endpoint = client_port.router.endpoint, worker_port.router.endpoint
         self._spool = Spool()
         self._workers = Workers(
-            Port(worker_router, WORKER_TO_HUB, self.rejected),
+            worker_port,
             self._ledger,
             self._spool,
             hub_id=self.id,
@@ -107,7 +108,7 @@ class Hub:
             silent_s=silent_worker_s,
         )
         self._clients = Clients(
-            Port(client_router, CLIENT_TO_HUB, self.rejected),
+            client_port,
             self._ledger,
             self._spool,
             kinds={name: kind.info for name, kind in kinds.items()},
@@ -182,10 +183,11 @@ class Hub:
         waited_s = max(0.0, self._clock.now_s - work.submitted_at_s - completion.seconds)
         self._observer(Ended(task.kind, work.rows, work.specs, work.frames, completion, waited_s))
 
-    def _bound(self, endpoint: str, keys: HubKeys | None = None) -> Router:
+    def _bound(self, endpoint: str, expected: frozenset[str], keys: HubKeys | None) -> Port:
         router = Router(self._context, endpoint, keys)
         self._routers.append(router)
-        return router
+        self._ports.append(Port(router, expected, self.rejected))
+        return self._ports[-1]
 
     def _run(self) -> None:
         try:
@@ -228,6 +230,8 @@ class Hub:
 
     def _close(self) -> None:
         self._closed = True
+        for port in self._ports:
+            port.close(self._clock.now_s)
         while self._questions:
             self._questions.popleft().cancel()
         for router in self._routers:

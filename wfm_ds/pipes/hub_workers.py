@@ -131,15 +131,16 @@ class Workers:
                 log.info("task %s was with a worker that leaves: %s", task_id, fields["why"])
             self._forget(worker)
         else:
-            log.warning("worker %s failed at %s: %s\n%s", worker, fields["id"], fields["reason"], fields["detail"])
-            self._ledger.failed(worker, fields["id"], fields["attempt"], fields["reason"], fields["fatal"])
+            told = self._ledger.failed(worker, fields["id"], fields["attempt"], fields["reason"], fields["fatal"])
+            if told is Verdict.ACCEPTED:  # a peer may say it again and again, and of tasks that it does not have
+                log.warning("worker %s failed at %s: %s\n%s", worker, fields["id"], fields["reason"], fields["detail"])
             self._port.send(route, "ack", {"ids": [fields["id"]]})
 
     def _hello(self, route: bytes, key: str, fields: Mapping[str, Any], now_s: float) -> None:
         worker, life = fields["worker"], fields["life"]
         known = self._connected.get(worker)
         if known is not None and known.key != key:
-            raise WireError(f"a worker with another key is called {worker}")
+            raise WireError(f"a worker with another key is called {worker}", "name of a worker")
         if known is not None and known.life != life:
             self.lose(worker, "its worker died")
             known = None

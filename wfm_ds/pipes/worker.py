@@ -26,6 +26,7 @@ from wfm_ds.pipes import wire
 from wfm_ds.pipes.keys import ClientKeys
 from wfm_ds.pipes.messages import DETAIL_CHARS, HUB_TO_WORKER, META_BYTES, REASON_CHARS
 from wfm_ds.pipes.sockets import Dealer, Full, Mailbox
+from wfm_ds.pipes.throttle import Throttle
 from wfm_ds.pipes.wire import Array, Buffer, Message, TensorSpec, WireError
 
 log = logging.getLogger(__name__)
@@ -130,6 +131,7 @@ class LeaseWorker:
         self._running: frozenset[str] = frozenset()
         self._marks: list[tuple[TaskInHand, int, int]] = []  # (task, done, total) of those that run
         self._mids = itertools.count(1)
+        self._drops = Throttle(log.warning)
         self._hub = ""
         self._trouble = ""  # why the hub does not want this worker, as logged last
         self._hello_s = HELLO_S
@@ -221,6 +223,7 @@ class LeaseWorker:
                 if self._parent_is_gone(self._readable(dealer)):
                     break
                 now_s = time.monotonic()
+                self._drops.look(now_s)
                 if dealer.stale():
                     dealer = self._reopened(context, dealer)
                 if now_s - armed_at_s > ARM_S:
@@ -228,7 +231,7 @@ class LeaseWorker:
                     faulthandler.dump_traceback_later(self._watchdog_s, exit=True)
                 new_mark = self._take_news()
                 while (frames := dealer.receive()) is not None:
-                    self._from_hub(frames)
+                    self._from_hub(frames, now_s)
                 if not self._hub and now_s - hello_at_s > self._hello_s:
                     hello_at_s = now_s
                     held = sorted(self._queued.keys() | self._reports.keys())
@@ -277,11 +280,11 @@ class LeaseWorker:
                 self._reports[report.fields["id"]] = report
         return new_mark
 
-    def _from_hub(self, frames: list[zmq.Frame]) -> None:
+    def _from_hub(self, frames: list[zmq.Frame], now_s: float) -> None:
         try:
             message = wire.decode([frame.buffer for frame in frames], HUB_TO_WORKER)
         except WireError as error:
-            log.warning("dropped a message of the hub: %s", error)
+            self._drops.tell(error.reason, f"dropped a message of the hub: {error}", now_s)
             return
         fields = message.fields
         if message.type == "welcome":

@@ -76,9 +76,9 @@ def derive(recipe: Recipe, world_size: int) -> Derived:
             updates_per_step=1,
             total_updates=recipe.run.steps,
         )
-    assert recipe.rollout is not None
-    groups, size = recipe.rollout.prompts_per_step, recipe.rollout.group_size
-    updates = recipe.algorithm.updates_per_rollout
+    algorithm, rollout = recipe.rl.algorithm, recipe.rl.rollout
+    groups, size = rollout.prompts_per_step, rollout.group_size
+    updates = algorithm.updates_per_rollout
     samples = groups * size
     if samples % (replicas * updates):
         shared = f"replicas of {recipe.engine.sequence_parallel} ranks" if replicas < world_size else "ranks"
@@ -93,7 +93,7 @@ def derive(recipe: Recipe, world_size: int) -> Derived:
             "engine.micro_batch_size): remove it"
         )
     per_update = samples // (replicas * updates)
-    terms = per_update * recipe.algorithm.num_trained_timesteps(recipe.sampling)
+    terms = per_update * algorithm.num_trained_timesteps(recipe.sampling)
     return Derived(
         world_size=world_size,
         sequence_parallel=recipe.engine.sequence_parallel,

@@ -5,9 +5,11 @@ Reading files, overrides and error messages with line numbers are in recipe/file
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pydantic import model_validator
 
-from wfm_ds.recipe.algorithms import Algorithm, DdrlAlgorithm, FlowGrpoAlgorithm, RlSettings
+from wfm_ds.recipe.algorithms import Algorithm, DdrlAlgorithm, FlowGrpoAlgorithm, RlSettings, SftAlgorithm
 from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.sampling import EDM_SOLVERS, NOISE_LEVELS, SamplingRecipe
 from wfm_ds.recipe.section import Section
@@ -43,6 +45,15 @@ OF_ASYNC = (
 OF_HELD_OUT_MEDIA = ("path", "holdout", "num_images")
 
 
+@dataclass(frozen=True, slots=True)
+class RlSections:
+    """The sections that a recipe of reinforcement learning has and any other lacks."""
+
+    algorithm: RlSettings
+    rollout: RolloutRecipe
+    reward: RewardRecipe
+
+
 class Recipe(Section):
     """One training job."""
 
@@ -64,6 +75,20 @@ class Recipe(Section):
     @property
     def is_rl(self) -> bool:
         return self.algorithm.name != "sft"
+
+    @property
+    def rl(self) -> RlSections:
+        """What the code of reinforcement learning reads. Raises TypeError for another recipe, which is our own bug."""
+        if not isinstance(self.algorithm, RlSettings) or self.rollout is None or self.reward is None:
+            raise TypeError(f"algorithm {self.algorithm.name} has neither rollouts nor rewards: ask recipe.is_rl first")
+        return RlSections(self.algorithm, self.rollout, self.reward)
+
+    @property
+    def sft(self) -> SftAlgorithm:
+        """The settings of supervised fine-tuning. Raises TypeError for another recipe, which is our own bug."""
+        if not isinstance(self.algorithm, SftAlgorithm):
+            raise TypeError(f"algorithm {self.algorithm.name} is not sft: ask recipe.is_rl first")
+        return self.algorithm
 
     @property
     def is_async(self) -> bool:

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+MAX_PATH = 4095  # characters, of Linux
+
+
+def sized(path: Any) -> Any:
+    """A path becomes the working directory if it is empty, and an error of the system wherever it is used if it is too
+    long."""
+    text = str(path) if isinstance(path, str | Path) else "."
+    if not text:
+        raise ValueError("is empty: name a folder or file, or . for the working directory")
+    if len(text) > MAX_PATH:
+        raise ValueError(f"has {len(text):,} characters, a path has at most {MAX_PATH:,}")
+    return path
 
 
 def expand_user(address: str) -> str:
@@ -26,8 +39,8 @@ def storage_address(address: str) -> str:
     return f"s3://{bucket}"
 
 
-UserPath = Annotated[Path, AfterValidator(local)]
-UserAddress = Annotated[str, AfterValidator(expand_user)]
+UserPath = Annotated[Path, BeforeValidator(sized), AfterValidator(local)]
+UserAddress = Annotated[str, BeforeValidator(sized), AfterValidator(expand_user)]
 """A path on this machine, or a URL."""
 StorageAddress = Annotated[str, AfterValidator(storage_address)]
 """An s3:// address below which a run keeps its copies; without a slash at its end."""

@@ -29,8 +29,7 @@ def identity(recipe: Recipe, model: DiffusionModel) -> dict[str, str]:
         for name, section in sections.items()
     }
     plain["run.seed"] = recipe.run.seed
-    assert recipe.reward is not None
-    plain["reward.functions"] = [f.name for f in recipe.reward.functions]
+    plain["reward.functions"] = [f.name for f in recipe.rl.reward.functions]
     return {name: _digest(value) for name, value in plain.items()} | {"pipeline": fingerprint(model.path, parts)[:16]}
 
 

@@ -58,12 +58,11 @@ class Publisher:
 
     def __init__(self, job: Job, policy: str, life: str, hub: Hub | None) -> None:
         """Collective. `policy`: the one that samples. `hub`: on rank 0. What another life left is removed."""
-        assert job.recipe.rollout is not None
         self.job, self.policy, self.life, self.hub = job, policy, life, hub
         self.root = Path(job.world.broadcast(str(publications(job.recipe))))
         self.kept: list[Manifest] = []
         # The newest, the S before it that samples in hand may come from, and one that a worker may still be reading.
-        self.num_kept = job.recipe.rollout.max_staleness + 2
+        self.num_kept = job.recipe.rl.rollout.max_staleness + 2
         if hub is not None:
             shutil.rmtree(self.root, ignore_errors=True)
 
@@ -100,8 +99,7 @@ class Publisher:
 
 def publications(recipe: Recipe) -> Path:
     """Where this run's are: the same for each of its lives on this machine, and for no other run."""
-    assert recipe.rollout is not None
-    output, folder = recipe.run.output_dir.absolute(), recipe.rollout.policy_folder
+    output, folder = recipe.run.output_dir.absolute(), recipe.rl.rollout.policy_folder
     if folder is None:
         return output / POLICY
     own = hashlib.sha256(f"{socket.gethostname()}:{output}".encode()).hexdigest()

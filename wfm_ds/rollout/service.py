@@ -50,9 +50,7 @@ class RolloutService:
         Raises PipeError if rollout.bind cannot be bound, KeyFileError if rollout.keys cannot be used, RecipeError for a
         device that has to be named, OSError if a file cannot be written or a child not started; nothing is left then.
         """
-        assert recipe.rollout is not None
-        assert recipe.reward is not None
-        self.recipe, self.settings, self.rewards = recipe, recipe.rollout, rewards
+        self.recipe, self.settings, self.rewards = recipe, recipe.rl.rollout, rewards
         self.devices = spawn_devices(self.settings.devices, self.settings.spawn)
         self.threads = max(1, (os.cpu_count() or 1) // (num_ranks + max(1, self.settings.spawn)))
         self.folder = recipe.run.output_dir / ROLLOUT
@@ -66,7 +64,7 @@ class RolloutService:
             self.hub = Hub(
                 clients=clients,
                 workers=workers,
-                kinds={KIND: Kind(stall_s(self.settings, recipe.reward), info)},
+                kinds={KIND: Kind(stall_s(self.settings, recipe.rl.reward), info)},
                 silent_worker_s=self.settings.lost_after_s,
                 keys=trainer_keys(self.settings),
                 worker_keys=self.settings.keys is not None,

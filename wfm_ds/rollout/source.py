@@ -79,9 +79,8 @@ class AsyncSource:
         service: RolloutService | None,
     ) -> None:
         """Collective. `service`: on rank 0."""
-        assert job.recipe.rollout is not None
         self.job, self.groups, self.algorithm = job, groups, algorithm
-        self.settings, self.service = job.recipe.rollout, service
+        self.settings, self.service = job.recipe.rl.rollout, service
         self.life = str(job.world.broadcast(uuid.uuid4().hex[:12]))
         run = job.recipe.run.output_dir.name[:100].replace("/", "_")
         self.client = PipeClient(endpoint, run=f"{run}-{self.life}", client=f"rank{job.world.rank}", keys=keys)
@@ -164,7 +163,7 @@ class AsyncSource:
     def _fetched(self, chunks: Sequence[_Planned], step: int) -> dict[str, _Arrays]:
         """The arrays of these chunks, by task, where there are any. Raises ValueError unless they are what the step's
         plan stores of so many samples."""
-        plan, shape = self.algorithm.plan(step), self.job.latent_shape
+        plan, shape = self.algorithm.plan(step), self.job.sampler.latent_shape
         assert isinstance(plan, FlowPlan)
         whole = {chunk.task_id: chunk for chunk in chunks if chunk.staleness is not None}
         arrays = {task_id: _arrays(message) for task_id, message in self.client.fetch(whole, FETCH_S).items()}
@@ -184,15 +183,14 @@ class AsyncSource:
         world, plan = self.job.world, self.algorithm.plan(step)
         assert isinstance(plan, FlowPlan)
         if chunk.staleness is None:
-            return [nothing(members[i], plan, self.job.latent_shape, world.device) for i in rows]
+            return [nothing(members[i], plan, self.job.sampler.latent_shape, world.device) for i in rows]
         names = world.share(None if arrays is None else list(arrays))
         found = {name: world.share_tensor(None if arrays is None else arrays[name].to(world.device)) for name in names}
         trajectory = unpack_trajectory(chunk.layout, found)
         return [rolled_out(members[i], trajectory, i - chunk.first, broken=False) for i in rows]
 
     def _all_scores(self, planned: Sequence[_Planned], members: Sequence[RolloutSample]) -> dict[str, dict[str, Score]]:
-        assert self.job.recipe.reward is not None
-        names = [function.name for function in self.job.recipe.reward.functions]
+        names = [function.name for function in self.job.recipe.rl.reward.functions]
         scores: dict[str, dict[str, Score]] = {}
         for chunk in planned:
             scores |= unpack_scores(chunk.scores)
@@ -234,14 +232,13 @@ class _Lead:
     def published(self, step: int) -> None:
         """The hub knows the policy after `step`: admit what may be generated with it."""
         recipe = self.job.recipe
-        assert recipe.rollout is not None
         if self._coordinator is None:  # where the run begins, or goes on
             self._coordinator = Coordinator(
                 life=self.life,
-                groups_per_step=recipe.rollout.prompts_per_step,
-                group_size=recipe.rollout.group_size,
+                groups_per_step=recipe.rl.rollout.prompts_per_step,
+                group_size=recipe.rl.rollout.group_size,
                 chunk_size=min(recipe.engine.max_forward_batch, MAX_CHUNK),
-                max_staleness=recipe.rollout.max_staleness,
+                max_staleness=recipe.rl.rollout.max_staleness,
                 first_step=step + 1,
                 last_step=recipe.run.steps,
             )
@@ -272,16 +269,14 @@ class _Lead:
         return [self._line(closed) for closed in self.coordinator.plan(step)]
 
     def _line(self, closed: Closed) -> list[Any]:
-        assert self.job.recipe.rollout is not None
-        chunk, base = closed.chunk, closed.chunk.group * self.job.recipe.rollout.group_size
+        chunk, base = closed.chunk, closed.chunk.group * self.job.recipe.rl.rollout.group_size
         meta = self._results.pop(closed.task_id, {"layout": {}, "scores": []})
         age = None if closed.publication is None else chunk.step - 1 - closed.publication
         span = [base + chunk.first, base + chunk.stop]
         return [*span, closed.task_id, age, closed.reason, meta["layout"], meta["scores"]]
 
     def _hopeless(self, step: int, now_s: float) -> str:
-        assert self.job.recipe.rollout is not None
-        limit_s, here = self.job.recipe.rollout.timeout_s, self.hub.workers()
+        limit_s, here = self.job.recipe.rl.rollout.timeout_s, self.hub.workers()
         if why := self.service.alone():
             return why
         if not self.hub.alive():
@@ -334,16 +329,15 @@ class _Lead:
 
     def _chunk_members(self, chunk: Chunk) -> list[RolloutSample]:
         recipe = self.job.recipe
-        assert recipe.rollout is not None
         if chunk.step not in self._members:
             self._members[chunk.step] = step_members(
                 self.groups.groups(chunk.step),
-                group_size=recipe.rollout.group_size,
+                group_size=recipe.rl.rollout.group_size,
                 step=chunk.step,
                 run_seed=recipe.run.seed,
                 same_noise=recipe.sampling.same_noise,
             )
-        base = chunk.group * recipe.rollout.group_size
+        base = chunk.group * recipe.rl.rollout.group_size
         return self._members[chunk.step][base + chunk.first : base + chunk.stop]
 
 
@@ -353,8 +347,7 @@ def async_source(
     """Collective: start the hub and the workers of the recipe on rank 0, attach all ranks. `resources` ends them.
 
     Raises UserError on all ranks where that cannot be."""
-    world, settings = job.world, job.recipe.rollout
-    assert settings is not None
+    world, settings = job.world, job.recipe.rl.rollout
 
     def start() -> RolloutService:
         return RolloutService(job.recipe, identity(job.recipe, job.model), rewards, world.size)

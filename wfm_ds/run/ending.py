@@ -130,7 +130,7 @@ class Ending:
             self._is_recorded = True
             if self.loop is not None:
                 self._write("failed", self.loop.step, self.loop.metrics, message)
-            elif self.start.checkpoint is None:
+            elif self.start.is_new:
                 clear_run(self.folder, keep=[REWARD, ROLLOUT])  # their logs may be what the message is about
 
     def _write(self, status: str, step: int, metrics: Mapping[str, float], message: str) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import logging
-import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,14 @@ from typing import Any
 from wfm_ds.checkpoint import remote, store
 from wfm_ds.checkpoint.remote import RemoteCheckpoint
 from wfm_ds.checkpoint.store import Checkpoint
-from wfm_ds.errors import RecipeError
+from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.monitoring.monitor import cut_metrics
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.recipe.deepspeed import find_config
 from wfm_ds.recipe.derived import derive
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.run import layout as traces
-from wfm_ds.run.layout import METRICS, RECIPE, RESULT, REWARD, ROLLOUT, RUN_FILES, RUN_FOLDERS, Traces
+from wfm_ds.run import layout
+from wfm_ds.run.layout import EARLIER, METRICS, RECIPE, RECORD, RESULT, RUN_FILES, RUN_FOLDERS, TENSORBOARD, Contents
+from wfm_ds.run.place import is_below, require_inputs_elsewhere, require_usable
 from wfm_ds.storage import atomic
 from wfm_ds.storage.filesystem import is_remote
 
@@ -56,6 +56,12 @@ class Start:
     step: int = 0  # the last one done
     metrics_bytes: int = 0  # of the run's metrics.jsonl that belong to these steps
     finished: bool = False
+    again: bool = False  # an earlier attempt at this run ended before its first checkpoint
+
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing of this run was there before."""
+        return self.checkpoint is None and not self.again
 
 
 def find_start(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> Start:
@@ -63,21 +69,22 @@ def find_start(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> S
     cleared; creates and changes nothing.
 
     Raises RecipeError when the folder cannot be written, when folder or storage hold a run that is not to be continued
-    or cannot be (of another recipe, of another world size, without a complete checkpoint) or folders of somebody else
+    or cannot be (of another recipe, of another world size, with damaged checkpoints alone) or folders of somebody else
     under the names of a run's, or when run.resume names no checkpoint. StorageError when the storage does not answer.
     """
-    folder, resume = recipe.run.output_dir, recipe.run.resume
+    folder, resume, storage = recipe.run.output_dir, recipe.run.resume, recipe.checkpoint.storage
+    require_usable(folder)
     if overwrite:
         require_foreign(recipe)
         require_inputs_elsewhere(recipe)
-        require_writable(folder)
+        require_recorded(f"run.output_dir {folder}", layout.unrecorded_in(folder))
+        if storage is not None:
+            require_recorded(f"checkpoint.storage {storage}", layout.unrecorded_at(storage))
         return first_start(recipe, world_size)
-    places = [traces.in_folder(folder)]
-    if recipe.checkpoint.storage is not None:
-        places.append(traces.in_storage(recipe.checkpoint.storage))
+    places = [layout.in_folder(folder)]
+    if storage is not None:
+        places.append(layout.in_storage(storage))
     held = [place for place in places if place.files]
-    if not places[0].files:
-        require_writable(folder)
     if not held:
         for place in places:
             require_own_names_free(place)
@@ -89,23 +96,35 @@ def find_start(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> S
     # A folder's own checkpoint stands before an equal one in the storage.
     found = max((place.checkpoint for place in held if place.checkpoint), key=lambda one: one.step, default=None)
     done = max((place.done for place in held if place.done is not None), default=None)
-    if found is None and done is None:
-        raise RecipeError(f"{there}, without a complete checkpoint to continue from: {way_out(held[0])}")
     for place in held:
         require_same_recipe(recipe, *place.recipe(), way_out(place))
     if done is not None and done >= recipe.run.steps:
         return Start(step=done, finished=True)
     if found is None:
-        raise RecipeError(
-            f"{held[0].key} holds a run that finished with step {done} and kept no checkpoint to continue from "
-            f"(checkpoint.every was 0): {way_out(held[0])}"
-        )
+        require_nothing_to_lose(held, done)
+        return dataclasses.replace(first_start(recipe, world_size), again=True)
     require_same_batch(found, recipe, world_size)
     return Start(checkpoint=str(found.path), step=found.step, metrics_bytes=found.facts["metrics_bytes"])
 
 
-def way_out(place: Traces) -> str:
+def way_out(place: Contents) -> str:
     return STORED_ELSEWHERE if is_remote(place.place) else ELSEWHERE
+
+
+def require_nothing_to_lose(held: Sequence[Contents], done: int | None) -> None:
+    """A run without a complete checkpoint begins again, unless it has finished or a damaged checkpoint could be
+    repaired."""
+    if done is not None:
+        raise RecipeError(
+            f"{held[0].key} holds a run that finished with step {done} and kept no checkpoint to continue from "
+            f"(checkpoint.every was 0): {way_out(held[0])}"
+        )
+    for place in held:
+        if place.damaged:
+            raise RecipeError(
+                f"{place.key} holds a run whose checkpoints are all damaged ({'; '.join(place.damaged[:NUM_SHOWN])}): "
+                f"repair one, or remove their folders to begin again from step 0, or {way_out(place)}"
+            )
 
 
 def first_start(recipe: Recipe, world_size: int) -> Start:
@@ -119,18 +138,26 @@ def first_start(recipe: Recipe, world_size: int) -> Start:
         raise RecipeError(
             f"run.resume: {path} is no complete checkpoint; give auto, never or checkpoints/step_N of a run"
         )
-    require_same_recipe(recipe, *traces.read_recipe(path), ELSEWHERE)
+    require_same_recipe(recipe, *layout.read_recipe(path), ELSEWHERE)
     require_same_batch(found, recipe, world_size)
     return Start(checkpoint=path, step=found.step)
 
 
-def require_own_names_free(place: Traces) -> None:
+def require_own_names_free(place: Contents) -> None:
     """A run writes into these folders, and removes them if it fails before its first step."""
-    taken = [name for name in place.folders if name not in (REWARD, ROLLOUT)]
-    if taken:
+    if place.unrecorded:
         raise RecipeError(
-            f"{place.key} holds {', '.join(taken)} and no run that these belong to: "
-            f"set {place.key.partition(' ')[0]} to another place, or pass --overwrite to remove them"
+            f"{place.key} holds {', '.join(place.unrecorded)} and no run that these belong to: "
+            f"move them, or set {place.key.partition(' ')[0]} to another place"
+        )
+
+
+def require_recorded(place: str, unrecorded: Collection[str]) -> None:
+    """--overwrite deletes what a run's own record says it wrote, and nothing else."""
+    if unrecorded:
+        raise RecipeError(
+            f"{place} holds {', '.join(unrecorded)}, which no record of a run ({RECORD}) lists, so that --overwrite "
+            f"does not delete them: remove them yourself, or set {place.partition(' ')[0]} to another place"
         )
 
 
@@ -143,35 +170,13 @@ def require_foreign(recipe: Recipe) -> None:
         key, own = "checkpoint.storage", storage is not None and resume.startswith(f"{storage}/")
     else:
         path = Path(resume).expanduser()
-        key, own = "run.output_dir", path.resolve().is_relative_to(folder.resolve())
+        key, own = "run.output_dir", is_below(path, folder.resolve())
     if own:
         raise RecipeError(
             f"run.resume {resume} is a checkpoint of {key} itself, which continues from its newest one: leave "
             "run.resume out, or set run.output_dir and checkpoint.storage to new places to begin there from this "
             "checkpoint"
         )
-
-
-def require_inputs_elsewhere(recipe: Recipe) -> None:
-    """--overwrite must not delete what the run is about to read."""
-    folder, storage = recipe.run.output_dir.resolve(), recipe.checkpoint.storage
-    inputs: list[tuple[str, str | Path | None]] = [
-        ("model.path", Path(recipe.model.path).expanduser()),
-        ("engine.deepspeed", find_config(recipe.engine.deepspeed)),
-        *(("data.path", path) for path in recipe.data.shards),
-        ("data.cache_dir", recipe.data.cache_dir),
-        ("validation.path", recipe.validation.path),
-        ("validation.prompts", recipe.validation.prompts),
-    ]
-    for key, path in inputs:
-        if path is None:
-            continue
-        if is_remote(str(path)):
-            owner = "checkpoint.storage" if storage is not None and str(path).startswith(f"{storage}/") else None
-        else:
-            owner = "run.output_dir" if Path(path).resolve().is_relative_to(folder) else None
-        if owner is not None:
-            raise RecipeError(f"{key} {path} lies in {owner}, which --overwrite clears: move one of them")
 
 
 def require_same_recipe(recipe: Recipe, path: str, other: Recipe | None, way_out: str) -> None:
@@ -228,34 +233,75 @@ def require_same_batch(found: Checkpoint | RemoteCheckpoint, recipe: Recipe, wor
         )
 
 
-def require_writable(folder: Path) -> None:
-    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise RecipeError(f"run.output_dir {folder} cannot be created: {existing} is not a writable folder")
+def claim(folder: Path) -> None:
+    """Record that what stands under a run's names in this folder is a run's, before the first of it is written. The
+    caller holds the lock, and `find_start` found nobody else's there."""
+    with first_write(folder):
+        atomic.write_text(folder / RECORD, layout.record_of((*RUN_FILES, *RUN_FOLDERS)))
 
 
 def open_output(recipe: Recipe, start: Start) -> None:
-    """Cut what the folder holds back to `start`, and put the resolved recipe there."""
+    """Put the resolved recipe into the folder, and cut what else it holds back to `start`."""
     folder = recipe.run.output_dir
-    (folder / RESULT).unlink(missing_ok=True)  # it will be told anew how the run ends
-    cut_metrics(folder / METRICS, start.metrics_bytes)
-    atomic.write_text(folder / RECIPE, recipe_file.dump(recipe))
+    with first_write(folder):
+        # First, and never without: whoever finds the rest must be able to tell whose it is.
+        atomic.write_text(folder / RECIPE, recipe_file.dump(recipe))
+        if start.again:
+            set_aside(folder)
+        (folder / RESULT).unlink(missing_ok=True)  # it will be told anew how the run ends
+        cut_metrics(folder / METRICS, start.metrics_bytes)
+
+
+def set_aside(folder: Path) -> None:
+    """Move the metrics of an attempt that ended before its first checkpoint to `earlier/N`, if it has any."""
+    metrics = folder / METRICS
+    if not metrics.exists() or metrics.stat().st_size == 0:
+        return
+    root = folder / EARLIER
+    root.mkdir(exist_ok=True)
+    number = 1 + max((int(entry.name) for entry in root.iterdir() if entry.name.isdecimal()), default=0)
+    aside = root / str(number)
+    aside.mkdir()
+    for name in (TENSORBOARD, RESULT, METRICS):  # the metrics last: while they are there, the rest is moved, too
+        if (folder / name).exists():
+            (folder / name).rename(aside / name)
+    log.info("begins again from step 0: %s has the metrics of the attempt before, which saved no checkpoint", aside)
 
 
 def clear_run(folder: Path, *, keep: Collection[str] = ()) -> None:
-    """Remove what a run wrote there, except for `keep`, and nothing else. The caller holds the lock."""
-    for name in set(RUN_FOLDERS) - set(keep):
+    """Remove what a run's record says it wrote there, except for `keep`, and nothing else. The caller holds the
+    lock."""
+    listed = layout.recorded(folder)
+    for name in listed.difference(keep).intersection(RUN_FOLDERS):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in RUN_FILES:
+    for name in listed.difference(keep).intersection(RUN_FILES):
         (folder / name).unlink(missing_ok=True)
+    left = [name for name in listed if (folder / name).exists()]
+    if left:
+        atomic.write_text(folder / RECORD, layout.record_of(left))
+    else:
+        (folder / RECORD).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def first_write(folder: Path) -> Iterator[None]:
+    """Inside, a folder that cannot be written, or a full disk, becomes one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"run.output_dir {folder} cannot be written ({error}): free space there, or name another folder"
+        ) from error
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keep other runs out of the folder, which is created; the lock goes when the process does. Raises RecipeError if
-    a run is there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("a") as file:
+    a run is there, UserError if it cannot be written."""
+    with first_write(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a")
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

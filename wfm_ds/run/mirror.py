@@ -21,7 +21,8 @@ from pathlib import Path
 
 from wfm_ds.checkpoint import remote, store
 from wfm_ds.errors import StorageError
-from wfm_ds.run.layout import CHECKPOINTS, METRICS, RECIPE, RESULT, RUN_FOLDERS
+from wfm_ds.run import layout
+from wfm_ds.run.layout import CHECKPOINTS, EARLIER, METRICS, RECIPE, RECORD, RESULT, RUN_FILES, RUN_FOLDERS
 from wfm_ds.storage import atomic, transfer
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 LEDGER = ".storage.json"
 PASS_S = 300.0  # between two looks at what has grown; checkpoints and exports do not wait for it
 FIRST_RETRY_S, LAST_RETRY_S = 2.0, 60.0  # the wait after a failed pass doubles from one to the other
-FOLDERS = ("samples", "safetensors", "tensorboard", "logs")  # besides checkpoints
+FOLDERS = ("samples", "safetensors", "tensorboard", "logs", EARLIER)  # besides checkpoints
 LAST = ("model_index.json", "adapter_config.json", "samples.jsonl")  # whoever sees one of these finds what it is about
 MIB = 1 << 20
 
@@ -60,12 +61,21 @@ class Mirror:
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
 
     def clear(self) -> None:
-        """Remove what a run left at the address, and nothing else. Raises StorageError."""
-        names = transfer.listing(self.address)
-        own = [n for n in names if n in (RECIPE, METRICS, RESULT) or n.partition("/")[0] in RUN_FOLDERS]
+        """Remove what the address's record says a run wrote there, and nothing else. Raises StorageError."""
+        listed = layout.recorded_at(self.address)
+        own = [name for name in transfer.listing(self.address) if name.partition("/")[0] in listed]
         own.sort(key=lambda name: not name.endswith(f"/{store.COMPLETE}"))
         transfer.remove(f"{self.address}/{name}" for name in own)
         self._sent = {}
+
+    def fetch_metrics(self) -> None:
+        """Copy the metrics of attempts that saved no checkpoint into the folder, which keeps what it has. Raises
+        StorageError."""
+        for name, size in transfer.listing(self.address).items():
+            path = self.folder / name
+            if (name == METRICS or name.partition("/")[0] == EARLIER) and not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                transfer.download(f"{self.address}/{name}", path, size=size)
 
     def fetch(self, address: str) -> Path:
         """Copy this checkpoint of the storage, and the metrics up to it, into the folder; the checkpoint's folder.
@@ -98,6 +108,7 @@ class Mirror:
                 "set checkpoint.storage to another address"
             )
         stored = transfer.listing(self.address)
+        transfer.put(layout.record_of((*RUN_FILES, *RUN_FOLDERS)).encode(), f"{self.address}/{RECORD}")
         transfer.remove([f"{self.address}/{RESULT}"] if RESULT in stored else [])
         self._sent = {name: sent for name, sent in self._sent.items() if stored.get(name) == sent.stored}
         for step in self._steps():  # its COMPLETE stands for the rest

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from wfm_ds.checkpoint import remote, store
 from wfm_ds.errors import StorageError
-from wfm_ds.run import layout as traces
-from wfm_ds.run.folder import Start, clear_run, locked
+from wfm_ds.run import layout
+from wfm_ds.run.folder import Start, claim, clear_run, locked, open_output
 from wfm_ds.run.layout import CHECKPOINTS, FETCHED, RESULT
 from wfm_ds.run.mirror import Mirror
 from wfm_ds.storage import atomic, transfer
@@ -62,11 +62,23 @@ def open_mirror(recipe: Recipe, world: World) -> Mirror | None:
     return Mirror(recipe.run.output_dir, keep.storage, keep=keep.keep)
 
 
-def clear(recipe: Recipe, mirror: Mirror | None) -> None:
-    """On rank 0: remove the run that is to be replaced, from folder and storage. Raises StorageError."""
-    clear_run(recipe.run.output_dir)
-    if mirror is not None:
-        mirror.clear()
+def opened(recipe: Recipe, world: World, mirror: Mirror | None, start: Start, *, overwrite: bool) -> Start:
+    """Make the locked folder ready for this start, and return it with its checkpoint on this machine; every rank calls
+    it. With `overwrite` the run that is there goes first. Raises UserError."""
+
+    def take_over() -> None:
+        if overwrite:
+            clear_run(recipe.run.output_dir)
+            if mirror is not None:
+                mirror.clear()
+        claim(recipe.run.output_dir)
+        if start.again and mirror is not None:
+            mirror.fetch_metrics()
+
+    world.checked(take_over, on="main")
+    start = fetched(recipe, world, mirror, start)
+    world.checked(lambda: open_output(recipe, start), on="main")
+    return start
 
 
 def fetched(recipe: Recipe, world: World, mirror: Mirror | None, start: Start) -> Start:
@@ -145,7 +157,7 @@ def _write_copies(folder: Path, copies: Copies) -> None:
 def _is_behind(folder: Path, mirror: Mirror, done: int) -> bool:
     """Whether another machine took the run further than this folder tells. Raises StorageError and RecipeError."""
     newer = mirror.newer()
-    if newer is None and traces.in_folder(folder).done == done:
+    if newer is None and layout.in_folder(folder).done == done:
         return False
     last = done if newer is None else max(done, newer)
     log.info("%s is ahead of this folder, with step %d: nothing is copied from %s", mirror.address, last, folder)

@@ -18,6 +18,7 @@ from wfm_ds.errors import DataError, StorageError
 NUM_TRIES = 8  # of one request; the waits between them grow, to about a minute in all
 CONNECT_TIMEOUT_S = 10
 READ_TIMEOUT_S = 60  # without a byte
+NUM_SHOWN = 200  # characters of a path
 ACCESS_KEY = "PROD_S3_CHECKPOINT_ACCESS_KEY_ID"
 SECRET_KEY = "PROD_S3_CHECKPOINT_SECRET_ACCESS_KEY"
 ENDPOINT = "PROD_S3_CHECKPOINT_ENDPOINT_URL"
@@ -27,6 +28,14 @@ RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 def is_remote(address: str) -> bool:
     return "://" in address
+
+
+def shortened(path: str | os.PathLike[str]) -> str:
+    """Return a path as a message can show it: the middle of a very long one is left out."""
+    text = os.fspath(path)
+    if len(text) <= NUM_SHOWN:
+        return text
+    return f"{text[: NUM_SHOWN // 2]}...{text[-NUM_SHOWN // 4 :]} ({len(text):,} characters)"
 
 
 def filesystem(address: str, num_tries: int | None = None) -> tuple[Any, str]:

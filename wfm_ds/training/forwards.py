@@ -3,7 +3,7 @@
 Counts are those of one rank, equal on all ranks (those of a replica run each forward together), and exact as long as
 every optimizer step is applied. With two experts a micro-batch holds terms of one, so an update may run one forward
 more of each purpose; with `data.buckets` a validation loss runs a forward more for each further size. The names are
-those of `Job.forwards`.
+those of `CountedForward.counts`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from wfm_ds.algorithms.sft import NUM_BUCKETS
-from wfm_ds.recipe.algorithms import DdrlAlgorithm, RlSettings
+from wfm_ds.recipe.algorithms import DdrlAlgorithm
 
 if TYPE_CHECKING:
     from wfm_ds.algorithms import RlAlgorithm
@@ -106,9 +106,7 @@ def equal_policies(algorithm: RlAlgorithm, derived: Derived, step: int) -> set[s
 
 def num_terms(recipe: Recipe, derived: Derived) -> int:
     """Terms of one optimizer step on one rank."""
-    algorithm, rollout = recipe.algorithm, recipe.rollout
-    assert isinstance(algorithm, RlSettings)
-    assert rollout is not None
+    algorithm, rollout = recipe.rl.algorithm, recipe.rl.rollout
     kept = algorithm.best_of_n or rollout.group_size
     return math.ceil(derived.terms_per_rank * kept / rollout.group_size)
 
@@ -166,7 +164,7 @@ def evaluation(
 
 def guided_by(recipe: Recipe, expert_of: Callable[[float], int] = lambda sigma: 0) -> Guided:
     """Where the recipe's guidance runs, by noise level. `expert_of`: the expert there (DiffusionModel.expert_of)."""
-    return lambda sigma: recipe.sampling.guidance_of(expert_of(sigma)) != 1
+    return lambda sigma: recipe.sampling.is_guided(expert_of(sigma))
 
 
 def part_of(forwards: Forwards, share: float) -> Forwards:

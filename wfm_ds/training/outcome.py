@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from wfm_ds.errors import RunError
@@ -16,6 +17,25 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_NONFINITE_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a step did, the same on every rank."""
+
+    step: Mapping[str, float]  # metrics of the step as a whole
+    updates: Sequence[Mapping[str, float]]  # metrics of each of its optimizer steps
+    samples: int  # that it trained on
+
+    @property
+    def lines(self) -> list[Mapping[str, float]]:
+        """Metrics by optimizer step; the first has those of the whole step too."""
+        return [{**self.step, **self.updates[0]}, *self.updates[1:]]
+
+    @property
+    def last(self) -> Mapping[str, float]:
+        """The last value of each metric."""
+        return {**self.step, **self.updates[-1]}
 
 
 class FiniteSteps:
@@ -46,19 +66,20 @@ def engine_metrics(job: Job, result: StepResult) -> dict[str, float]:
     }
 
 
-def finish_step(job: Job, step: int, updates: Sequence[Mapping[str, float]], *, samples: int) -> None:
+def finish_step(job: Job, step: int, report: StepReport) -> None:
     """Write the metrics of a step's optimizer steps, one line each; collective.
 
     The first line also has the times, counts and speed of the whole step.
     """
+    first, *others = report.lines
     work = job.engine.take_work()  # within the step's time: it takes seconds at first
     times = job.timer.collect(job.world)
-    speed = speed_metrics(job, work, samples, times["time/step"])
-    counts = {f"perf/forwards_{name}": float(count) for name, count in sorted(job.forwards.items())}
-    job.forwards.clear()
+    speed = speed_metrics(job, work, report.samples, times["time/step"])
+    counts = {f"perf/forwards_{name}": float(count) for name, count in sorted(job.forward.counts.items())}
+    job.forward.counts.clear()
     first_update = (step - 1) * job.derived.updates_per_step + 1
-    for update, metrics in enumerate([{**updates[0], **times, **counts, **speed}, *updates[1:]], first_update):
+    for update, metrics in enumerate([{**first, **times, **counts, **speed}, *others], first_update):
         job.monitor.scalars(update, metrics)
-    headline = next((m for m in ("reward/total/mean", "sft/loss", "loss/total") if m in updates[0]), None)
-    notes = [f"{headline} {updates[0][headline]:.4f}"] if headline else []
-    job.monitor.progress(step, samples=samples, note=", ".join([*notes, speed_note(speed)]))
+    headline = next((m for m in ("reward/total/mean", "sft/loss", "loss/total") if m in first), None)
+    notes = [f"{headline} {first[headline]:.4f}"] if headline else []
+    job.monitor.progress(step, samples=report.samples, note=", ".join([*notes, speed_note(speed)]))

@@ -33,21 +33,21 @@ NUM_DECODED = 32  # samples that --check looks into
 
 def check_rewards(recipe: Recipe, prompts: Sequence[Prompt]) -> None:
     """Known rewards that can score these prompts; a running service answers. Raises RewardError or RecipeError."""
-    assert recipe.reward is not None
+    reward = recipe.rl.reward
     video = registry.family_of(registry.resolve(recipe.model.path)).video
-    for function in recipe.reward.functions:
-        check_needs(function, prompts, local=recipe.reward.spawn, video=video)
-    if recipe.reward.endpoint is not None:
-        RewardClient(recipe.reward.endpoint, recipe.reward, run="check", client="check").close()
+    for function in reward.functions:
+        check_needs(function, prompts, local=reward.spawn, video=video)
+    if reward.endpoint is not None:
+        RewardClient(reward.endpoint, reward, run="check", client="check").close()
 
 
 def check_workers(recipe: Recipe) -> None:
     """Raises RecipeError, PipeError or KeyFileError for workers that could not be started, or not be reached."""
-    assert recipe.rollout is not None
-    spawn_devices(recipe.rollout.devices, recipe.rollout.spawn)
-    keys = trainer_keys(recipe.rollout)
-    if recipe.rollout.bind != "ipc":
-        for endpoint in endpoints(recipe.rollout.bind, None):
+    rollout = recipe.rl.rollout
+    spawn_devices(rollout.devices, rollout.spawn)
+    keys = trainer_keys(rollout)
+    if rollout.bind != "ipc":
+        for endpoint in endpoints(rollout.bind, None):
             check_endpoint(endpoint, keys=keys is not None)
 
 

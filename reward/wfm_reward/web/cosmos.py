@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wfm_reward.web.npy import read_npy
-from wfm_reward.web.problem import malformed
+from wfm_reward.web.problem import check_encodable, malformed
 from wfm_reward.web.request import ScoreRequest
 
 LINE_BYTES = 4 * 2**20
@@ -58,6 +58,7 @@ def _first_line(body: memoryview) -> tuple[dict[str, Any], memoryview]:
         raise malformed(f"the first line is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise malformed("the first line is not a JSON object")
+    check_encodable(fields)
     return fields, body[len(line) + 1 :]
 
 

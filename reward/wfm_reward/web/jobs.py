@@ -23,9 +23,9 @@ from wfm_ds.pipes.client import Outcome, PipeClient
 from wfm_ds.pipes.keys import ClientKeys
 from wfm_ds.pipes.submission import Piece, submit_in_pieces
 from wfm_ds.pipes.wire import Array
+from wfm_reward.web.budget import Reservation
 from wfm_reward.web.problem import Problem
 from wfm_reward.web.request import ScoreRequest
-from wfm_reward.web.room import Share
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Answers:
 
 
 @dataclass(slots=True)
-class Job:
+class ScoreJob:
     """One request. Its media are held while it runs, and not by the job."""
 
     id: str
@@ -74,7 +74,7 @@ class Jobs:
         """`max_batch`: by reward."""
         self.max_batch = dict(max_batch)
         self._ttl_s = result_ttl_s
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, ScoreJob] = {}
         self._expired: OrderedDict[str, None] = OrderedDict()
         self._pieces: dict[str, tuple[Piece, Answers]] = {}
         self._numbers = itertools.count(1)
@@ -92,20 +92,20 @@ class Jobs:
         self._pipe.close()
         self._thread.join(5)
 
-    def start(self, request: ScoreRequest, share: Share, timeout_s: float, decoder: str | None) -> Job:
-        """`share`: what the media take; released when all is scored. `decoder`: the kind of worker that makes its
-        latents videos."""
+    def start(self, request: ScoreRequest, reservation: Reservation, timeout_s: float, decoder: str | None) -> ScoreJob:
+        """Submit the request. `reservation`: the bytes of its media, released when all is scored. `decoder`: the kind
+        of worker that decodes its latents."""
         self._expire()
         count = len(request.prompts)
         results = {reward: Answers([None] * count, count) for reward in request.rewards}
-        job = Job(str(uuid.uuid4()), request.info, results)
+        job = ScoreJob(str(uuid.uuid4()), request.info, results)
         self._jobs[job.id] = job
-        task = self._loop.create_task(self._run(job, request, share, time.monotonic() + timeout_s, decoder))
+        task = self._loop.create_task(self._run(job, request, reservation, time.monotonic() + timeout_s, decoder))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return job
 
-    def find(self, job_id: str) -> Job:
+    def find(self, job_id: str) -> ScoreJob:
         """Raises Problem: 410 for a job that has expired, 404 for one that never was."""
         self._expire()
         if job_id in self._expired:
@@ -114,11 +114,13 @@ class Jobs:
             raise Problem(404, "unknown_uuid", f"there is no request {job_id[:64]!r} here")
         return self._jobs[job_id]
 
-    def forget(self, job: Job) -> None:
+    def forget(self, job: ScoreJob) -> None:
         """It cannot be found any more: nobody will pull it."""
         self._jobs.pop(job.id, None)
 
-    async def _run(self, job: Job, request: ScoreRequest, share: Share, deadline_s: float, decoder: str | None) -> None:
+    async def _run(
+        self, job: ScoreJob, request: ScoreRequest, reservation: Reservation, deadline_s: float, decoder: str | None
+    ) -> None:
         try:
             media: Sequence[Array | str] = request.media
             if decoder is not None:
@@ -131,10 +133,12 @@ class Jobs:
             for answers in job.results.values():
                 _fail_rest(answers, f"{type(error).__name__}: {error}")
         finally:
-            share.release()
+            reservation.release()
             job.finished_at_s = time.monotonic()
 
-    async def _scored(self, job: Job, request: ScoreRequest, media: Sequence[Array | str], deadline_s: float) -> None:
+    async def _scored(
+        self, job: ScoreJob, request: ScoreRequest, media: Sequence[Array | str], deadline_s: float
+    ) -> None:
         """`media`: an item's array, or why there is none."""
         there = [i for i, item in enumerate(media) if not isinstance(item, str)]
         rows = [_row(job.id, request, i) for i in there]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 
@@ -17,3 +18,12 @@ class Problem(Exception):
 
 def malformed(detail: str) -> Problem:
     return Problem(422, "malformed", detail)
+
+
+def check_encodable(*values: Any) -> None:
+    """Raise Problem for a text that UTF-8 cannot encode: no message, page or log line could carry it."""
+    try:
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        detail = f"a text has half a surrogate pair ({error.object[error.start]!a}), which UTF-8 cannot encode"
+        raise malformed(detail) from error

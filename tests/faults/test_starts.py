@@ -1,0 +1,83 @@
+"""Starts that meet another run, or a disk that takes nothing, in the folder that they are given."""
+
+import json
+import resource
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+
+from multi_rank.resuming import ROOT, STEPS, records, settings, train_on_rank
+from wfm_ds.data.digits import write_digits
+
+DEADLINE_S = 300.0
+
+
+@pytest.fixture
+def run(tiny_pipelines, tmp_path):
+    write_digits(tmp_path / "digits")
+    changes = ["checkpoint.every=1", "logging.tensorboard=false"]
+    there = {"model": tiny_pipelines("sd3"), "digits": tmp_path / "digits", "changes": changes}
+    return settings("sft lora zero2", tmp_path / "out", **there)
+
+
+def command(recipe, overrides, limit=None):
+    words = [sys.executable, "-m", "wfm_ds.train", recipe, *overrides]
+    return subprocess.run(
+        words,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+        preexec_fn=limit,
+    )
+
+
+def train_while_another_start_finishes(recipe, overrides):
+    """This start has looked at the folder and loads its model; meanwhile another process does the rest of the run."""
+    from wfm_ds.run import model
+
+    load, ended = model.load_model, []
+
+    def load_slowly(*arguments):
+        words = [sys.executable, "-m", "wfm_ds.train", recipe, *overrides]
+        ended.append(subprocess.run(words, cwd=ROOT, capture_output=True, timeout=DEADLINE_S, check=False).returncode)
+        return load(*arguments)
+
+    model.load_model = load_slowly
+    try:
+        return train_on_rank(recipe, overrides) | {"other": ended}
+    finally:
+        model.load_model = load
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    from ranks import started
+
+    with started(1, tmp_path_factory.mktemp("one_rank")) as ranks:
+        yield ranks
+
+
+@pytest.mark.slow
+def test_a_second_start_leaves_a_run_alone_that_has_finished_meanwhile(one_rank, run, tmp_path):
+    one_rank.run(train_on_rank, **run, stop_at=2)
+    [done] = one_rank.run(train_while_another_start_finishes, **run)
+    assert (done["other"], done["status"], done["step"]) == ([0], "finished", STEPS)
+    assert [line["step"] for line in records(tmp_path / "out")][-1] == STEPS
+    assert json.loads((tmp_path / "out" / "result.json").read_text())["status"] == "finished"
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_at_the_first_write_is_one_sentence(run, tmp_path):
+    full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (0, 0))
+    ended = command(**run, limit=full)
+    assert ended.returncode == 2, ended.stderr
+    [error] = [line for line in ended.stderr.splitlines() if not line.startswith(("[", " "))][-1:]
+    assert error.startswith(f"error: run.output_dir {tmp_path / 'out'} cannot be written ([Errno 27]")
+    assert "Traceback" not in ended.stderr
+    ended = command(**run)
+    assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,78 @@
+"""Which folder a run may have: what is wrong with run.output_dir is said before anything is read or written there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from wfm_ds.errors import RecipeError
+from wfm_ds.models.registry import TINY
+from wfm_ds.recipe.deepspeed import find_config
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.storage.filesystem import is_remote, shortened
+
+PROJECT_FILES = (".git", "pyproject.toml", "setup.py")  # a folder with one of them holds somebody's source code
+
+
+def require_usable(folder: Path) -> None:
+    """Raise RecipeError unless the folder exists or can be made, and is nobody's project."""
+    existing = nearest_existing(folder)
+    if not os.access(existing, os.W_OK | os.X_OK) or not existing.is_dir():
+        raise RecipeError(f"run.output_dir {folder} cannot be created: {existing} is not a writable folder")
+    held = [name for name in PROJECT_FILES if os.path.lexists(folder / name)]
+    if held:
+        raise RecipeError(
+            f"run.output_dir {folder} is the folder of a project (it holds {held[0]}), where a run could replace files "
+            "of the project: name a folder of the run's own, for example outputs/my_run"
+        )
+
+
+def nearest_existing(folder: Path) -> Path:
+    """Return the folder, or the nearest of its parents that exists. Raises RecipeError for a path that the file system
+    refuses, and for a link that leads nowhere."""
+    for path in (folder, *folder.absolute().parents):
+        try:
+            path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            if path.is_symlink():
+                raise RecipeError(
+                    f"run.output_dir {folder}: {path} is a link to {os.readlink(path)}, which does not exist: create "
+                    "that folder or remove the link"
+                ) from None
+            continue
+        except (OSError, ValueError) as error:  # too long, a link to itself, a parent that may not be searched
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise RecipeError(f"run.output_dir {shortened(folder)}: {reason}; name another folder") from error
+        return path
+    raise RecipeError(f"run.output_dir {folder}: none of its parents exists; name another folder")
+
+
+def require_inputs_elsewhere(recipe: Recipe) -> None:
+    """Raise RecipeError if --overwrite would delete what the run is about to read."""
+    folder, storage = recipe.run.output_dir.resolve(), recipe.checkpoint.storage
+    model = None if recipe.model.path.startswith(TINY) else Path(recipe.model.path).expanduser()
+    inputs: list[tuple[str, str | Path | None]] = [
+        ("model.path", model),
+        ("engine.deepspeed", find_config(recipe.engine.deepspeed)),
+        *(("data.path", path) for path in recipe.data.shards),
+        ("data.cache_dir", recipe.data.cache_dir),
+        ("validation.path", recipe.validation.path),
+        ("validation.prompts", recipe.validation.prompts),
+    ]
+    for key, path in inputs:
+        if path is None:
+            continue
+        if is_remote(str(path)):
+            owner = "checkpoint.storage" if storage is not None and str(path).startswith(f"{storage}/") else None
+        else:
+            owner = "run.output_dir" if is_below(Path(path), folder) else None
+        if owner is not None:
+            raise RecipeError(f"{key} {path} lies in {owner}, which --overwrite clears: move one of them")
+
+
+def is_below(path: Path, folder: Path) -> bool:
+    """Say whether the path lies in the folder, by any spelling; a path that leads in a circle lies nowhere."""
+    try:
+        return path.resolve().is_relative_to(folder)
+    except (OSError, RuntimeError):
+        return False
