@@ -178,8 +178,8 @@ class AsyncSource:
     def _rollouts(
         self, chunk: _Planned, arrays: _Arrays | None, samples: Sequence[RolloutSample], rows: range, step: int
     ) -> list[Rollout]:
-        """Give these rows of the step to every rank of the replica, whose leader alone has the chunk's arrays: the hub sends
-        them once, and the ranks have the faster network. Collective in the replica."""
+        """Give these rows of the step to every rank of the replica; collective in it. Its leader alone has the chunk's
+        arrays: the hub sends them once, and the ranks have the faster network."""
         world, plan = self.job.world, self.algorithm.plan(step)
         assert isinstance(plan, FlowPlan)
         if chunk.staleness is None:
