@@ -59,14 +59,14 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s serve %(levelname)s %(message)s")
     config = load_config(args.config)
     for name, reward in config.rewards.items():
-        registry.create(name, reward.device, reward.options)
+        registry.check(name, reward.device, reward.options, reward.max_batch)
     if args.check:
         _say({"config": str(args.config), "rewards": sorted(config.rewards)})
         return 0
-    return Service(config, args.config.absolute().parent, args.stop_on_eof).run()
+    return RewardServer(config, args.config.absolute().parent, args.stop_on_eof).run()
 
 
-class Service:
+class RewardServer:
     """One running service, in the main thread of its process."""
 
     def __init__(self, config: ServiceConfig, base: Path, stop_on_eof: bool) -> None:
@@ -120,7 +120,7 @@ class Service:
 
     def _turn(self) -> None:
         was_ready = self._scorers.all_were_ready
-        self._scorers.tend(time.monotonic())
+        self._scorers.supervise(time.monotonic())
         if self._scorers.all_were_ready and not was_ready:
             self._announce()
         if not self._hub.alive():
@@ -162,7 +162,7 @@ class Service:
         return HttpPort(ServiceParts(self.config, self._hub, self._scorers, self._stats, self._keys), base)
 
     def _announce(self) -> None:
-        """Complete or absent, and readable by the owner only."""
+        """Write pipes.json, complete or not at all and readable by the owner only, and say that all is ready."""
         content: dict[str, Any] = {
             "clients": self._hub.client_endpoint,
             "pid": os.getpid(),
@@ -220,7 +220,7 @@ class Service:
 
 
 def programs(config: ServiceConfig, folder: Path) -> dict[str, Program]:
-    """What the workers run, by the name of the reward or decoder. Decoded videos go to that folder."""
+    """The programs of the workers, by the name of the reward or decoder. Decoded videos go to that folder."""
     scorers = {name: scorer(name, reward) for name, reward in config.rewards.items()}
     return scorers | {f"decode:{n}": decoder(n, one, folder) for n, one in config.latent_decoders.items()}
 

@@ -1,4 +1,4 @@
-"""The trainer and the workers that it starts: commands, environment, restarts. tests/faults has real processes."""
+"""The trainer and the workers that it starts: commands, environment, restarts. Real processes: tests/faults."""
 
 import sys
 import threading

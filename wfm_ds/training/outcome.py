@@ -37,6 +37,15 @@ class StepReport:
         return {**self.step, **self.updates[-1]}
 
 
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What some rank knew when a step ended, and all know since: decisions that they must take together."""
+
+    stop: bool  # asked to stop
+    save: bool  # asked for a checkpoint
+    writing: bool  # its share of the last checkpoint is not on disk yet
+
+
 class FiniteSteps:
     """Three optimizer steps in a row with a non-finite loss or gradient stop the run."""
 
@@ -65,13 +74,14 @@ def engine_metrics(job: Job, result: StepResult) -> dict[str, float]:
     }
 
 
-def finish_step(job: Job, step: int, report: StepReport) -> None:
-    """Write the metrics of a step's optimizer steps, one line each; collective.
+def finish_step(job: Job, step: int, report: StepReport, *, writing: bool) -> Agreed:
+    """Write the metrics of a step's optimizer steps, one line each; collective, in one exchange.
 
-    The first line also has the times, counts and speed of the whole step.
+    The first line also has the times, counts and speed of the whole step. writing: this rank's share of a checkpoint is
+    not on disk yet.
     """
     first, *others = report.lines
-    times = job.timer.collect(job.world)
+    times, agreed = agree(job, job.timer.lap(), writing=writing)
     counts = {f"perf/forwards_{name}": float(count) for name, count in sorted(job.forward.counts.items())}
     job.forward.counts.clear()
     speed = {
@@ -84,3 +94,11 @@ def finish_step(job: Job, step: int, report: StepReport) -> None:
     headline = next((m for m in ("reward/total/mean", "sft/loss", "loss/total") if m in first), None)
     note = f"{headline} {first[headline]:.4f}" if headline else ""
     job.monitor.progress(step, samples=report.samples, note=note)
+    return agreed
+
+
+def agree(job: Job, times: Mapping[str, float], *, writing: bool) -> tuple[dict[str, float], Agreed]:
+    """The times of the slowest rank, and what all ranks must agree on; collective."""
+    flags = {"save": job.stop.take_save(), "stop": job.stop.is_set, "writing": writing}
+    largest = job.world.maxima({**times, **flags})
+    return {name: largest[name] for name in times}, Agreed(**{name: largest[name] > 0 for name in flags})
