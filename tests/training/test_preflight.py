@@ -114,7 +114,6 @@ def test_lora_parameters_of_the_report_are_those_that_peft_adds(sft):
         (["validation.prompts=/nowhere.txt"], DataError, "/nowhere.txt"),
         (["engine.deepspeed=zero9"], RecipeError, "zero9 is none of"),
         (["engine.sequence_parallel=3"], RecipeError, "engine.sequence_parallel 3 does not divide the 4 ranks"),
-        (["engine.deepspeed=zero3_hpz", "lora=null", "rollout.group_size=8"], RecipeError, "hpz"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_sentence(rl, tmp_path, overrides, error, message):

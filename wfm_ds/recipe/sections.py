@@ -310,3 +310,6 @@ class LoggingRecipe(Section):
     """Images written each time."""
     console: bool = True
     """A progress line in the console."""
+    peak_tflops: PositiveFloat | None = None
+    """TFLOP/s that a device can reach in model.dtype, for perf/mfu. Unset: known by the device's name; without either
+    there is no perf/mfu."""
