@@ -28,6 +28,7 @@ from wfm_ds.algorithms import build_rl
 from wfm_ds.engine.policy import add_adapters
 from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.models.base import DiffusionModel
+from wfm_ds.program import program
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.derived import Derived, derive
 from wfm_ds.recipe.schema import Recipe
@@ -73,8 +74,11 @@ class Subject:
     texts: Callable[[bool], Mapping[str, Tensor]]
 
     @classmethod
-    def released(cls, known: Released) -> Subject:
-        return cls(known.title, known.load(), lambda frozen: known.texts(frozen=frozen))
+    def released(cls, known: Released, max_sequence_length: int | None = None) -> Subject:
+        def texts(frozen: bool) -> Mapping[str, Tensor]:
+            return known.texts(frozen=frozen, max_sequence_length=max_sequence_length)
+
+        return cls(known.title, known.load(), texts)
 
     @classmethod
     def of(cls, recipe: Recipe) -> Subject:
@@ -82,7 +86,7 @@ class Subject:
         path = Path(recipe.model.path)
         for known in RELEASED.values():
             if path.name == known.folder and not path.exists():
-                return cls.released(known)
+                return cls.released(known, recipe.model.max_sequence_length)
         model = load_model(recipe, torch.device("cpu"))
         return cls(recipe.model.path, model, lambda _: model.encode_text([""]))
 
@@ -221,29 +225,31 @@ def published(algorithm: str, model: Released) -> Recipe:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.flops", description="Count forwards and FLOPs of a step.")
-    parser.add_argument("words", nargs="*", metavar="RECIPE|section.key=value", help="recipes, and changes to them")
-    parser.add_argument("--model", choices=RELEASED, help="a released model in place of the recipe's")
-    parser.add_argument("--algo", choices=ALGORITHMS, help="an algorithm with its published batch, instead of a recipe")
-    parser.add_argument("--ranks", type=int, default=8, help="GPUs (default: 8)")
-    options = parser.parse_intermixed_args(argv)
-    recipes = [word for word in options.words if "=" not in word]
-    overrides = [word for word in options.words if "=" in word]
-    if bool(recipes) == (options.algo is not None) or (options.algo and not options.model):
-        parser.error("name a recipe, or --model and --algo")
-    known = RELEASED[options.model] if options.model else None
-    try:
-        if known is not None and options.algo:
-            counts = [Count.of(published(options.algo, known), Subject.released(known), options.ranks)]
-        else:
-            loaded = [recipe_file.load(Path(path), overrides) for path in recipes]
-            counts = [Count.of(r, Subject.released(known) if known else Subject.of(r), options.ranks) for r in loaded]
-    except UserError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
+    return program(parser(), run, argv)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="benchmarks.flops", description="Count forwards and FLOPs of a step.")
+    p.add_argument("words", nargs="*", metavar="RECIPE|section.key=value", help="recipes, and changes to them")
+    p.add_argument("--model", choices=RELEASED, help="a released model in place of the recipe's")
+    p.add_argument("--algo", choices=ALGORITHMS, help="an algorithm with its published batch, instead of a recipe")
+    p.add_argument("--ranks", type=int, default=8, help="GPUs (default: 8)")
+    return p
+
+
+def run(args: argparse.Namespace) -> None:
+    recipes = [word for word in args.words if "=" not in word]
+    overrides = [word for word in args.words if "=" in word]
+    if bool(recipes) == (args.algo is not None) or (args.algo and not args.model):
+        raise UserError("name a recipe, or --model and --algo")
+    known = RELEASED[args.model] if args.model else None
+    if known is not None and args.algo:
+        counts = [Count.of(published(args.algo, known), Subject.released(known), args.ranks)]
+    else:
+        loaded = [recipe_file.load(Path(path), overrides) for path in recipes]
+        counts = [Count.of(r, Subject.released(known) if known else Subject.of(r), args.ranks) for r in loaded]
     rows = [count.row(Path(path).name) for path, count in zip(recipes, counts, strict=False)]
     sys.stdout.write((table(rows) if len(rows) > 1 else counts[0].report()) + "\n")
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """`python -m benchmarks.learning`: does every algorithm learn, from the same start, on the same number of rollouts?
 
 Trains the digits model once for each seed, then improves it by every recipe in recipes/digits/ that is asked for. All
-runs are the ordinary command. Writes results/<date>-cpu-learning.json and, beside the documentation, the curves. A
-study that was interrupted goes on where it stopped.
+runs are the ordinary command. Each is repeated with the rewards shuffled among the samples, from which nothing may be
+learnt. Writes results/<date>-cpu-learning.json and, beside the documentation, the curves. A study that was interrupted
+goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -43,20 +44,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     p.add_argument("--out", type=Path, default=Path("outputs/learning"), help="where the runs are kept")
     p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     p.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
+    p.add_argument("--controls", type=int, default=2, help="seeds that are repeated with shuffled rewards")
     options = p.parse_args(arguments)
     if not (options.out / "data").exists():
         prepare(options.out)
     runs = {name: [improved(options.out, name, seed) for seed in options.seeds] for name in options.algorithms}
-    rows = [row(name, of_name) | forwards_an_image(of_name[0] / "recipe.yaml") for name, of_name in runs.items()]
+    controls = {
+        name: [improved(options.out, name, seed, "reward.shuffle=true") for seed in options.seeds[: options.controls]]
+        for name in options.algorithms
+    }
+    rows = [
+        row(name, of_name, controls[name]) | forwards_an_image(of_name[0] / "recipe.yaml")
+        for name, of_name in runs.items()
+    ]
     path = report.write("learning", report.machine(), rows)
     plot({name: [curve(run) for run in of_name] for name, of_name in runs.items()}, PICTURE)
     sys.stdout.write(f"{report.table(json.loads(path.read_text())['rows'])}\n\n{path}\n{PICTURE}\n")
     return 0
 
 
-def improved(out: Path, name: str, seed: int) -> Path:
-    """The folder of this algorithm's run, which is made unless it is there."""
-    folder = out / f"{name}_{seed}"
+def improved(out: Path, name: str, seed: int, *control: str) -> Path:
+    """Return the folder of this algorithm's run, trained unless it is there; `control`: overrides of its recipe."""
+    folder = out / f"{name}_{seed}{'_control' if control else ''}"
     if is_finished(folder):
         return folder
     start = train(
@@ -73,6 +82,7 @@ def improved(out: Path, name: str, seed: int) -> Path:
         f"run.seed={seed}",
         f"model.path={start['artifacts']['pipeline']}",
         f"data.path={out / 'data' / data}",
+        *control,
     )
     return folder
 
@@ -91,17 +101,29 @@ def curve(run: Path) -> list[float]:
     return [line[REWARD] for line in lines(run) if REWARD in line]
 
 
-def row(name: str, runs: Sequence[Path]) -> dict[str, Any]:
-    """What was learnt, by seed."""
-    evaluations = [[line[VALIDATION] for line in lines(run) if VALIDATION in line] for run in runs]
-    gains = [values[-1] - values[0] for values in evaluations]
+def evaluations(runs: Sequence[Path]) -> list[list[float]]:
+    """Return the validation rewards of each run, in the order of its steps."""
+    return [[line[VALIDATION] for line in lines(run) if VALIDATION in line] for run in runs]
+
+
+def mean_gain(values: Sequence[Sequence[float]]) -> float:
+    return statistics.mean(of_run[-1] - of_run[0] for of_run in values)
+
+
+def row(name: str, runs: Sequence[Path], controls: Sequence[Path] = ()) -> dict[str, Any]:
+    """Return what was learnt, by seed, and what was with shuffled rewards."""
+    learnt, shuffled = evaluations(runs), evaluations(controls)
+    about_controls = {
+        "after, rewards shuffled": ", ".join(f"{values[-1]:.3f}" for values in shuffled),
+        "mean gain, rewards shuffled": mean_gain(shuffled),
+    }
     return {
         "algorithm": ALGORITHMS[name],
         "RL steps": sum(REWARD in line for line in lines(runs[0])),
-        "before": ", ".join(f"{values[0]:.3f}" for values in evaluations),
-        "after": ", ".join(f"{values[-1]:.3f}" for values in evaluations),
-        "mean gain": statistics.mean(gains),
-    }
+        "before": ", ".join(f"{values[0]:.3f}" for values in learnt),
+        "after": ", ".join(f"{values[-1]:.3f}" for values in learnt),
+        "mean gain": mean_gain(learnt),
+    } | (about_controls if shuffled else {})
 
 
 def forwards_an_image(recipe: Path) -> dict[str, float]:

@@ -211,7 +211,7 @@ def test_a_lora_of_others_that_cannot_be_right_is_refused(foreign_lora, model, t
 def test_arguments_that_a_lora_of_others_has_no_use_for_are_refused(foreign_lora, tmp_path, capsys):
     theirs = foreign_lora()
     code, text = run(capsys, theirs, tmp_path / "out", "--policy", "ema")
-    assert (code, text) == (2, f"{theirs} holds the weights of one policy: leave --policy out\n")
+    assert (code, text) == (2, f"error: {theirs} holds the weights of one policy: leave --policy out\n")
     code, text = run(capsys, theirs, tmp_path / "out", "--dtype", "bfloat16")
     assert (code, "always written in float32" in text) == (2, True)
     assert not (tmp_path / "out").exists()

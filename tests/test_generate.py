@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from wfm_ds.engine.forward import CountedForward
 from wfm_ds.generate import main
 from wfm_ds.models import registry
 from wfm_ds.models.sampler import Sampler
@@ -43,8 +44,9 @@ def lines(folder):
 def drawn_by(model, prompts, seeds, **settings):
     """uint8 [B,H,W,3] of a model that is at hand, prompt by prompt."""
     items = [(prompt, seed) for prompt in prompts for seed in seeds]
-    sampler = Sampler(model=model, texts=TextCache(model), settings=SamplingRecipe(**FIXED, **settings))
-    return sampler.media(sampler.generate(*zip(*items, strict=True), sampler.evaluation_plan()).clean)[0]
+    settings, forward = SamplingRecipe(**FIXED, **settings), CountedForward(model.denoise)
+    sampler = Sampler(model=model, texts=TextCache(model), settings=settings, forward=forward)
+    return sampler.media(sampler.generate("sample", *zip(*items, strict=True), sampler.evaluation_plan()).clean)[0]
 
 
 def test_every_prompt_is_drawn_with_every_seed_and_its_own_negative_text(pipeline, prompts, tmp_path, capsys):
@@ -156,7 +158,6 @@ def test_folder_that_holds_something_is_left_alone(pipeline, prompts, tmp_path, 
         (["--fps", "inf"], "'inf' is not a number above 0"),
         (["--seeds", "-1"], "'-1' is not a whole number from 0"),
         (["--batch", "0"], "must be at least 1"),
-        (["--guidance-low", "2"], "needs --guidance above 1"),
         (["--pipeline", "x"], "not allowed with argument --model"),
     ],
 )
@@ -169,7 +170,13 @@ def test_arguments_that_make_no_sense_are_refused_by_name(arguments, message, ca
     assert message in said
 
 
-def test_lora_belongs_onto_a_model(capsys):
-    with pytest.raises(SystemExit):
-        main(["--pipeline", "x", "--lora", "y", "--prompts", "p.txt", "--out", "o", *SIZE])
-    assert "argument --lora: not allowed with argument --pipeline" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "m", "--guidance-low", "2"], "--guidance-low: needs --guidance above 1"),
+        (["--pipeline", "x", "--lora", "y"], "--lora: not allowed with --pipeline"),
+    ],
+)
+def test_arguments_that_make_no_sense_together_are_refused(arguments, message, capsys):
+    assert main([*arguments, "--prompts", "p.txt", "--out", "o", *SIZE]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")

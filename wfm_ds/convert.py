@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wfm_ds.errors import ModelError, UserError
+from wfm_ds.program import program
 
 if TYPE_CHECKING:
     from wfm_ds.checkpoint.cuts import CutStates
@@ -44,16 +45,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    return program(parser(), run, argv)
+
+
+def run(args: argparse.Namespace) -> None:
     from wfm_ds.checkpoint.remote import on_this_machine
 
-    args = parser().parse_args(argv)
-    try:
-        with on_this_machine(args.checkpoint, args.out.parent) as args.checkpoint:
-            sys.stdout.write(convert(args) + "\n")
-    except UserError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    return 0
+    with on_this_machine(args.checkpoint, args.out.parent) as args.checkpoint:
+        sys.stdout.write(convert(args) + "\n")
 
 
 def convert(args: argparse.Namespace) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wfm_ds.errors import UserError
+from wfm_ds.program import program
 from wfm_ds.recipe.sampling import SamplingRecipe
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seeds", type=natural, nargs="+", default=[0], metavar="SEED", help="each draws every prompt once")
     p.add_argument("--batch", type=positive, default=1, help="samples denoised at once (default 1)")
     p.add_argument("--max-sequence-length", type=positive, metavar="N", help="text tokens (default: the pipeline's)")
+    p.add_argument("--family", metavar="package.module:Class", help="your own model family (docs/models.md)")
     p.add_argument("--prompt-template", choices=["stock", "none"], help="of pipelines that have one")
     p.add_argument("--guardrail", choices=["stock", "off"], default="stock", help="of pipelines that have one")
     p.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16 on a GPU, else float32")
@@ -89,26 +91,21 @@ def number(text: str, fits: Callable[[float], bool], expected: str) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    return program(parser(), run, argv)
+
+
+def run(args: argparse.Namespace) -> None:
     from wfm_ds.distributed.logs import quieten_libraries
 
-    p = parser()
-    args = p.parse_args(argv)
     if args.guidance_low is not None and args.guidance == 1:
-        p.error("argument --guidance-low: needs --guidance above 1, else no unconditional pass is run at all")
+        raise UserError("--guidance-low: needs --guidance above 1, else no unconditional pass is run at all")
     if args.pipeline is not None and args.lora is not None:
-        p.error(
-            "argument --lora: not allowed with argument --pipeline; an export is a --model for a LoRA trained on it"
-        )
+        raise UserError("--lora: not allowed with --pipeline; an export is a --model for a LoRA trained on it")
     quieten_libraries()
     args.title = title(args)
-    try:
-        with contextlib.ExitStack() as held:
-            fetch(args, held)
-            generate(args)
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    return 0
+    with contextlib.ExitStack() as held:
+        fetch(args, held)
+        generate(args)
 
 
 def fetch(args: argparse.Namespace, held: contextlib.ExitStack) -> None:
@@ -152,6 +149,7 @@ def load_sampler(args: argparse.Namespace) -> Sampler:
     import torch
 
     from wfm_ds.checkpoint.adapter import load_adapter
+    from wfm_ds.engine.forward import CountedForward
     from wfm_ds.models import registry
     from wfm_ds.models.loading import chosen_device
     from wfm_ds.models.sampler import Sampler
@@ -164,6 +162,7 @@ def load_sampler(args: argparse.Namespace) -> Sampler:
         args.model or args.pipeline,
         dtype=dtype,
         device=device,
+        own_family=args.family,
         max_sequence_length=args.max_sequence_length,
         prompt_template=args.prompt_template,
         guardrail=args.guardrail,
@@ -182,7 +181,8 @@ def load_sampler(args: argparse.Namespace) -> Sampler:
         guidance_scale_low=args.guidance_low,
         negative_prompt=args.negative_prompt,
     )
-    sampler = Sampler(model=model, texts=TextCache(model), settings=settings)
+    forward = CountedForward(model.denoise)
+    sampler = Sampler(model=model, texts=TextCache(model), settings=settings, forward=forward)
     try:
         _ = sampler.latent_shape
     except ValueError as error:
@@ -226,7 +226,7 @@ def drawn(sampler: Sampler, items: Sequence[tuple[Prompt, int]], batch: int) -> 
     settings, plan = sampler.settings, sampler.evaluation_plan()
     for part in chunks(items, batch):
         prompts, seeds = [prompt for prompt, _ in part], [seed for _, seed in part]
-        media, finite = sampler.media(sampler.generate(prompts, seeds, plan).clean)
+        media, finite = sampler.media(sampler.generate("sample", prompts, seeds, plan).clean)
         for (prompt, seed), item, whole in zip(part, media, finite, strict=True):
             fps = settings.fps if sampler.model.video else None
             yield ShownSample(prompt=prompt.text, prompt_id=prompt.id, seed=seed, media=item, fps=fps), whole

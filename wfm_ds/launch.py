@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -28,6 +29,8 @@ from pathlib import Path
 import wfm_ds
 from wfm_ds.distributed.accelerator import accelerator_present
 from wfm_ds.distributed.world import free_port
+from wfm_ds.errors import UserError
+from wfm_ds.program import exit_code
 
 SWITCHES = frozenset(
     (
@@ -232,13 +235,16 @@ def reported(path: Path) -> bool:
     return isinstance(status, dict) and status.get("status") in FINAL_STATUS
 
 
-def grace_from(environ: Mapping[str, str]) -> float | None:
-    """WFM_GRACE_S in seconds, its default if unset, None if it is not a number >= 0."""
+def grace_from(environ: Mapping[str, str]) -> float:
+    """WFM_GRACE_S in seconds, or its default if unset. Raises UserError if it is not a number >= 0."""
+    given = environ.get("WFM_GRACE_S", str(GRACE_S))
     try:
-        grace_s = float(environ.get("WFM_GRACE_S", GRACE_S))
+        grace_s = float(given)
     except ValueError:
-        return None
-    return grace_s if grace_s >= 0 else None
+        grace_s = math.nan
+    if not grace_s >= 0:
+        raise UserError(f"WFM_GRACE_S must be a number of seconds, got {given!r}")
+    return grace_s
 
 
 def launch(job: Launch, grace_s: float) -> int:
@@ -260,14 +266,16 @@ def launch(job: Launch, grace_s: float) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script. Returns the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+    words = sys.argv[1:] if argv is None else argv
+    return exit_code(lambda: run(words))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Start what the line names; its options are the runner's, so nothing is parsed here but what must be known."""
     if list(argv[:1]) == ["--wfm-version"]:
         sys.stdout.write(f"wfm_ds {wfm_ds.__version__}\n")
         return 0
     grace_s = grace_from(os.environ)
-    if grace_s is None:
-        say(f"WFM_GRACE_S must be a number of seconds, got {os.environ['WFM_GRACE_S']!r}")
-        return 2
     has_hostfile = DEFAULT_HOSTFILE.is_file()
     if has_hostfile and "--hostfile" not in scan(argv)[0]:
         lines = [line.split()[0] for line in DEFAULT_HOSTFILE.read_text().splitlines() if line.split()]

@@ -19,6 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from wfm_ds.errors import UserError
+from wfm_ds.program import program
+
 REPOSITORY = Path(__file__).parent.parent
 MARKER = "QUICKSTART"
 GRID_ROWS, GRID_COLUMNS = 8, 10
@@ -29,11 +32,18 @@ METRICS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    return program(parser(), run, argv)
+
+
+def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="wfm_ds.quickstart", description=__doc__.split("\n")[0])
     p.add_argument("--output", type=Path, default=Path("outputs/quickstart"), help="replaced if a quickstart made it")
     p.add_argument("--seed", type=int, default=0, help="run.seed of both runs")
     p.add_argument("--control", action="store_true", help="shuffle the rewards: RL must not gain")
-    args = p.parse_args(argv)
+    return p
+
+
+def run(args: argparse.Namespace) -> None:
     began = time.monotonic()
     prepare(args.output)
     before_rl = train(
@@ -52,7 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"reward.shuffle={str(args.control).lower()}",
     )
     show(args.output, seconds=time.monotonic() - began)
-    return 0
 
 
 def prepare(folder: Path) -> None:
@@ -61,7 +70,7 @@ def prepare(folder: Path) -> None:
     from wfm_ds.models.tiny import write_tiny
 
     if folder.exists() and any(folder.iterdir()) and not (folder / MARKER).exists():
-        sys.exit(f"error: {folder} holds something else: choose an empty folder with --output")
+        raise UserError(f"{folder} holds something else: choose an empty folder with --output")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / MARKER).write_text(

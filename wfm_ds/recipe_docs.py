@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from wfm_ds.program import program
 from wfm_ds.recipe.describe import Slot, sections, words
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.tree import KeyPath
@@ -189,16 +190,22 @@ def json_schema() -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="wfm_ds.recipe_docs", description="Write the reference page of recipes.")
-    parser.add_argument("page", type=Path, nargs="?", help="the file to write; without it, to standard output")
-    parser.add_argument("--json-schema", action="store_true", help="the JSON schema instead of the page")
-    args = parser.parse_args(argv)
+    return program(parser(), run, argv)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="wfm_ds.recipe_docs", description="Write the reference page of recipes.")
+    p.add_argument("page", type=Path, nargs="?", help="the file to write; without it, to standard output")
+    p.add_argument("--json-schema", action="store_true", help="the JSON schema instead of the page")
+    return p
+
+
+def run(args: argparse.Namespace) -> None:
     text = json.dumps(json_schema(), indent=2) + "\n" if args.json_schema else markdown()
     if args.page is None:
         sys.stdout.write(text)
     else:
         args.page.write_text(text, encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":

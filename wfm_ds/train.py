@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from wfm_ds import __version__
 from wfm_ds.errors import RunError, UserError
+from wfm_ds.program import program
 
 if TYPE_CHECKING:
     from wfm_ds.data.datasets import TrainingData
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
     from wfm_ds.run.ending import Ending
     from wfm_ds.run.folder import Start
     from wfm_ds.run.result import Outcome
-    from wfm_ds.training.rl import RlTrainer
-    from wfm_ds.training.sft import SftTrainer
+    from wfm_ds.training.loop import Loop
 
 log = logging.getLogger("wfm_ds.train")  # run with -m, __name__ is another
 
@@ -51,23 +51,24 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    from wfm_ds.distributed.lifecycle import fail_as_rank, strip_launcher_args
+
+    words = strip_launcher_args(sys.argv[1:] if argv is None else argv)
+    return program(parser(), load_and_run, words, fail=fail_as_rank)
+
+
+def load_and_run(args: argparse.Namespace) -> int:
     from wfm_ds.distributed import lifecycle
     from wfm_ds.distributed.accelerator import choose_accelerator
     from wfm_ds.distributed.logs import quieten_libraries
     from wfm_ds.recipe import file as recipe_file
 
-    arguments = lifecycle.strip_launcher_args(sys.argv[1:] if argv is None else argv)
-    args = parser().parse_intermixed_args(arguments)
     stop = lifecycle.install_signal_handlers()
     quieten_libraries()
     choose_accelerator()
-    rank = int(os.environ.get("RANK", "0"))
-    try:
-        recipe = recipe_file.load(args.recipe, args.overrides)
-        if args.check:
-            return check(recipe, rank, overwrite=args.overwrite)
-    except UserError as error:
-        lifecycle.user_error_exit(str(error), rank)
+    recipe = recipe_file.load(args.recipe, args.overrides)
+    if args.check:
+        return check(recipe, int(os.environ.get("RANK", "0")), overwrite=args.overwrite)
     lifecycle.watch_parent()
     return run(recipe, stop, overwrite=args.overwrite)
 
@@ -212,7 +213,7 @@ def train(
         job = open_job(recipe, world, stop, model, data, start, resources)
         job.mirror = ending.mirror
         exporter, checkpoints = Exporter(job), Checkpoints(job)
-        loop: RlTrainer | SftTrainer
+        loop: Loop
         if algorithm is not None:
             loop = reinforcement(job, algorithm, data, exporter, checkpoints, endpoint, resources)
         else:

@@ -22,10 +22,12 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from wfm_ds.errors import RewardError, UserError
+from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.keys import hub_keys
-from wfm_ds.pipes.sockets import Mailbox, private_folder
+from wfm_ds.pipes.sockets import Mailbox
 from wfm_ds.pipes.status import Ended
+from wfm_ds.program import program
 from wfm_reward import registry
 from wfm_reward.config import ServiceConfig, load_config
 from wfm_reward.decoder import STALL_S as DECODE_STALL_S
@@ -41,27 +43,30 @@ log = logging.getLogger(__name__)
 DRAIN_S = 10.0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m wfm_reward.serve", description="Score images and videos.")
-    parser.add_argument("config", type=Path, help="a YAML file: pipes and rewards")
-    parser.add_argument("--check", action="store_true", help="check the configuration, start nothing")
-    parser.add_argument("--stop-on-eof", action="store_true", help="stop when stdin is closed: the parent is gone")
-    options = parser.parse_args(arguments)
+def main(argv: Sequence[str] | None = None) -> int:
+    return program(parser(), run, argv)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="wfm_reward.serve", description="Score images and videos.")
+    p.add_argument("config", type=Path, help="a YAML file: pipes and rewards")
+    p.add_argument("--check", action="store_true", help="check the configuration, start nothing")
+    p.add_argument("--stop-on-eof", action="store_true", help="stop when stdin is closed: the parent is gone")
+    return p
+
+
+def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s serve %(levelname)s %(message)s")
-    try:
-        config = load_config(options.config)
-        for name, reward in config.rewards.items():
-            registry.create(name, reward.device, reward.options)
-        if options.check:
-            _say({"config": str(options.config), "rewards": sorted(config.rewards)})
-            return 0
-        return Service(config, options.config.absolute().parent, options.stop_on_eof).run()
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    config = load_config(args.config)
+    for name, reward in config.rewards.items():
+        registry.check(name, reward.device, reward.options, reward.max_batch)
+    if args.check:
+        _say({"config": str(args.config), "rewards": sorted(config.rewards)})
+        return 0
+    return RewardServer(config, args.config.absolute().parent, args.stop_on_eof).run()
 
 
-class Service:
+class RewardServer:
     """One running service, in the main thread of its process."""
 
     def __init__(self, config: ServiceConfig, base: Path, stop_on_eof: bool) -> None:
@@ -74,7 +79,10 @@ class Service:
         self._stalled: Mailbox[str] = Mailbox()  # workers
         self._stop: str | None = None  # why
         self._drain_s = 0.0
-        self._folder = config.pipes.folder or private_folder()
+        if (folder := config.pipes.folder) is None:
+            self._own = SocketFolder()  # in use as long as this process lives
+            folder = self._own.path
+        self._folder = folder
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._stats = Stats()
         try:
@@ -112,7 +120,7 @@ class Service:
 
     def _turn(self) -> None:
         was_ready = self._scorers.all_were_ready
-        self._scorers.tend(time.monotonic())
+        self._scorers.supervise(time.monotonic())
         if self._scorers.all_were_ready and not was_ready:
             self._announce()
         if not self._hub.alive():
@@ -148,13 +156,13 @@ class Service:
 
     def _http_port(self, base: Path) -> HttpPort:
         try:
-            from wfm_reward.web.port import HttpPort, Service
+            from wfm_reward.web.port import HttpPort, ServiceParts
         except ImportError as error:
             raise RewardError(f"the HTTP port needs a package ({error}): pip install 'wfm_ds[reward-http]'") from error
-        return HttpPort(Service(self.config, self._hub, self._scorers, self._stats, self._keys), base)
+        return HttpPort(ServiceParts(self.config, self._hub, self._scorers, self._stats, self._keys), base)
 
     def _announce(self) -> None:
-        """Complete or absent, and readable by the owner only."""
+        """Write pipes.json, complete or not at all and readable by the owner only, and say that all is ready."""
         content: dict[str, Any] = {
             "clients": self._hub.client_endpoint,
             "pid": os.getpid(),
@@ -212,7 +220,7 @@ class Service:
 
 
 def programs(config: ServiceConfig, folder: Path) -> dict[str, Program]:
-    """What the workers run, by the name of the reward or decoder. Decoded videos go to that folder."""
+    """The programs of the workers, by the name of the reward or decoder. Decoded videos go to that folder."""
     scorers = {name: scorer(name, reward) for name, reward in config.rewards.items()}
     return scorers | {f"decode:{n}": decoder(n, one, folder) for n, one in config.latent_decoders.items()}
 

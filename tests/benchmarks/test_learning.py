@@ -28,9 +28,10 @@ def test_a_curve_is_smoothed_over_the_last_values_only():
 def test_a_row_reads_evaluations_and_gains_from_the_runs(tmp_path):
     runs = [a_run(tmp_path / "0", [0.5, 0.75], 0.5, 0.75), a_run(tmp_path / "1", [0.25, 0.5], 0.25, 0.75)]
     assert curve(runs[0]) == [0.5, 0.75]
-    line = row("nft", runs)
+    line = row("nft", runs, [a_run(tmp_path / "control", [0.5, 0.5], 0.5, 0.375)])
     assert line["RL steps"] == 2
     assert (line["before"], line["after"]) == ("0.500, 0.250", "0.750, 0.750")
     assert line["mean gain"] == 0.375
+    assert (line["after, rewards shuffled"], line["mean gain, rewards shuffled"]) == ("0.375", -0.125)
     plot({"nft": [curve(run) for run in runs]}, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 1000

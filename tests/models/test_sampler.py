@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from wfm_ds.engine.forward import CountedForward
 from wfm_ds.models import registry
-from wfm_ds.models.sampler import Sampler
+from wfm_ds.models.sampler import Conditions, Sampler
 from wfm_ds.models.text_cache import TextCache
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.sampling.edm import Churn, edm_plan
@@ -18,8 +19,11 @@ def model(tiny_pipelines):
     return registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
 
 
-def sampler(model, **settings):
-    return Sampler(model=model, texts=TextCache(model), settings=SamplingRecipe(height=32, width=32, **settings))
+def sampler(model, forward=None, **settings):
+    settings = SamplingRecipe(height=32, width=32, **settings)
+    return Sampler(
+        model=model, texts=TextCache(model), settings=settings, forward=forward or CountedForward(model.denoise)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +36,10 @@ def prompts(*texts, negative=None):
 
 
 def test_samples_start_from_the_noise_of_their_seeds_and_follow_the_plan(model):
-    drawn = sampler(model, guidance_scale=2.5, eval_steps=3)
-    asked = []
-
-    def counted(*arguments):
-        asked.append(arguments[3])
-        return model.denoise(*arguments)
-
+    forward = CountedForward(model.denoise)
+    drawn = sampler(model, forward, guidance_scale=2.5, eval_steps=3)
     plan = drawn.evaluation_plan()
-    got = drawn.generate(prompts("a red circle", "a cat"), [3, 4], plan, velocity=counted).clean
+    got = drawn.generate("rollout", prompts("a red circle", "a cat"), [3, 4], plan).clean
     noise = torch.cat([torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(s)) for s in (3, 4)])
     texts, nothing = TextCache(model).encode(["a red circle", "a cat"]), TextCache(model).encode(["", ""])
 
@@ -52,14 +51,13 @@ def test_samples_start_from_the_noise_of_their_seeds_and_follow_the_plan(model):
     with torch.no_grad():
         want = deterministic_plan("ode", model.sigmas(3, (4, 16, 16))).run(guided, noise, [0, 0]).clean
     assert torch.equal(got, want)
-    assert asked == [0] * 6  # the one expert of this family, twice at each step
-    assert torch.equal(drawn.generate(prompts("a red circle", "a cat"), [3, 4], plan).clean, want)
+    assert forward.counts == {"rollout": 3, "uncond": 3}
 
 
 def test_gradient_flows_through_the_conditional_half_only(model):
-    drawn = sampler(model, guidance_scale=3)
     weight = torch.ones(1, requires_grad=True)
-    got = drawn.guided(lambda x, *_: weight * x, torch.ones(1, 2), torch.ones(1), {}, {}, None)
+    drawn = sampler(model, lambda purpose, x, *_: weight * x, guidance_scale=3)
+    got = drawn.velocity("policy", torch.ones(1, 2), torch.ones(1), Conditions({}, {}), 0)
     (gradient,) = torch.autograd.grad(got.sum(), weight)
     assert gradient.item() == 3 * 2
 
@@ -68,13 +66,13 @@ def test_an_expert_whose_scale_is_1_runs_no_unconditional_pass(tiny_pipelines):
     model = registry.load(tiny_pipelines("wan22"), dtype=torch.float32, device="cpu")
     asked = []
 
-    def counted(*arguments):
+    def forward(purpose, *arguments):
         asked.append(arguments[3])
         return model.denoise(*arguments)
 
-    drawn = sampler(model, guidance_scale=3, guidance_scale_low=1, eval_steps=6)
+    drawn = sampler(model, forward, guidance_scale=3, guidance_scale_low=1, eval_steps=6)
     sigmas = model.sigmas(6, drawn.latent_shape)[:-1]
-    drawn.generate(prompts("a cat"), [3], drawn.evaluation_plan(), velocity=counted)
+    drawn.generate("rollout", prompts("a cat"), [3], drawn.evaluation_plan())
     experts = [model.expert_of(float(sigma)) for sigma in sigmas]
     assert asked == [expert for expert in experts for _ in range(2 if expert == 0 else 1)]
     assert 0 < experts.count(0) < 6
@@ -84,16 +82,16 @@ def test_an_expert_whose_scale_is_1_runs_no_unconditional_pass(tiny_pipelines):
 def test_guidance_contrasts_with_the_prompts_own_negative_text_then_the_recipes_then_the_familys(model):
     two = [*prompts("x", negative="a blue square"), *prompts("x")]
     for recipes_own, second in ((None, ""), ("a cat", "a cat")):
-        got = sampler(model, guidance_scale=3, negative_prompt=recipes_own).unconditional(two)
+        got = sampler(model, guidance_scale=3, negative_prompt=recipes_own).conditions(two).contrast
         want = TextCache(model).encode(["a blue square", second])
         assert all(torch.equal(got[name], want[name]) for name in want)
-    assert sampler(model).unconditional(two) is None
+    assert sampler(model).conditions(two).contrast is None
 
 
 def test_negative_texts_are_encoded_as_the_stock_pipeline_does(tiny_pipelines):
     """SANA's instruction stands before prompts only."""
     sana = registry.load(tiny_pipelines("sana"), dtype=torch.float32, device="cpu", prompt_template="stock")
-    got = sampler(sana, guidance_scale=3).unconditional(prompts("x", negative="a cat"))
+    got = sampler(sana, guidance_scale=3).conditions(prompts("x", negative="a cat")).contrast
     for name, tensor in sana.encode_negative(["a cat"]).items():
         torch.testing.assert_close(got[name], tensor)
     assert (got["prompt_embeds"] - sana.encode_text(["a cat"])["prompt_embeds"]).abs().max() > 1e-3
@@ -138,13 +136,13 @@ def test_given_frames_are_what_the_samples_begin_with(video_model, plan, guidanc
     steps = drawn.evaluation_plan() if plan == "ode" else edm_plan("edm_2ab", 3, churn)
     latents = torch.randn((2, *drawn.latent_shape), generator=torch.Generator().manual_seed(0))
     conditional_frames = ConditionalFrames(latents, torch.tensor([1, 2]))
-    got = drawn.generate(prompts("a", "b"), [3, 4], steps, conditional_frames=conditional_frames).clean
+    got = drawn.generate("rollout", prompts("a", "b"), [3, 4], steps, conditional_frames=conditional_frames).clean
     torch.testing.assert_close(got[0, :, :1], latents[0, :, :1], rtol=0, atol=1e-5)
     torch.testing.assert_close(got[1, :, :2], latents[1, :, :2], rtol=0, atol=1e-5)
     assert (got[0, :, 1:] - latents[0, :, 1:]).abs().max() > 0.1
     alone = drawn.generate(
-        prompts("a"), [3], steps, conditional_frames=ConditionalFrames(latents[:1], torch.tensor([1]))
+        "rollout", prompts("a"), [3], steps, conditional_frames=ConditionalFrames(latents[:1], torch.tensor([1]))
     ).clean
     torch.testing.assert_close(alone, got[:1], rtol=0, atol=1e-4)
-    free = drawn.generate(prompts("a"), [3], steps).clean
+    free = drawn.generate("rollout", prompts("a"), [3], steps).clean
     assert (free[0, :, 1:] - got[0, :, 1:]).abs().max() > 1e-4  # what is given matters for the rest

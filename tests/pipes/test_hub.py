@@ -3,8 +3,10 @@
 import itertools
 import json
 import os
+import re
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -12,15 +14,18 @@ import time
 from concurrent.futures import CancelledError
 from contextlib import ExitStack
 
+import msgpack
 import numpy as np
 import pytest
 import zmq
 
+from bad_frames import bombard
 from wfm_ds.pipes import wire
 from wfm_ds.pipes.client import PipeClient, TaskRequest
+from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.messages import CLIENT_TO_HUB, HUB_TO_CLIENT, HUB_TO_WORKER, WORKER_TO_HUB
-from wfm_ds.pipes.sockets import Dealer, Full, PipeError, Router, check_endpoint, private_folder
+from wfm_ds.pipes.sockets import Dealer, Full, PipeError, Router, check_endpoint
 from wfm_ds.pipes.worker import LeaseWorker, TaskFailed
 
 KIND = "double"
@@ -29,10 +34,9 @@ DEADLINE_S = 20.0
 
 @pytest.fixture
 def folder():
-    path = private_folder()
-    yield path
-    assert not list(path.iterdir()), "sockets are removed"
-    path.rmdir()
+    with SocketFolder() as path:
+        yield path
+        assert not list(path.iterdir()), "sockets are removed"
 
 
 @pytest.fixture
@@ -95,10 +99,13 @@ class RawPeer:
         stack.callback(lambda: (self.dealer.close(), self.context.term()))
 
     def say(self, message_type, **fields):
+        self.send(wire.encode(message_type, next(self.mids), fields))
+
+    def send(self, header, *payload):
         deadline_s = time.monotonic() + DEADLINE_S
         while True:
             try:
-                return self.dealer.send(wire.encode(message_type, next(self.mids), fields))
+                return self.dealer.send(header, payload)
             except Full:  # not connected yet
                 assert time.monotonic() < deadline_s
                 self.dealer.socket.poll(10)
@@ -111,6 +118,11 @@ class RawPeer:
                 if message.type == message_type:
                     return message
         return None
+
+
+def raw_header(fields):
+    packed = msgpack.packb(fields)
+    return struct.pack("<I", wire.checksum(packed)) + packed
 
 
 class RawWorker(RawPeer):
@@ -427,24 +439,67 @@ def test_rubbish_disturbs_nobody(stack, folder):
     with socket.create_connection(("127.0.0.1", port)) as raw:
         raw.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
     context = zmq.Context()
-    stranger = Dealer(context, hub.client_endpoint)
+    peer = Dealer(context, hub.client_endpoint)
     deadline_s = time.monotonic() + DEADLINE_S
     sent = 0
     while sent < 20 and time.monotonic() < deadline_s:
         try:
-            stranger.send(os.urandom(50), [b"x"] * sent)
+            peer.send(os.urandom(50), [b"x"] * sent)
             sent += 1
         except Full:
-            stranger.socket.poll(10)
+            peer.socket.poll(10)
     submit(client, [1])
     assert [o.ok for o in collect(client, 1).values()] == [True]
     while sum(hub.rejected.values()) < 20 and time.monotonic() < deadline_s:
-        stranger.socket.poll(20)
-        stranger.receive()
+        peer.socket.poll(20)
+        peer.receive()
     assert sum(hub.rejected.values()) == 20
     assert hub.error is None
-    stranger.close()
+    peer.close()
     context.term()
+
+
+def test_a_flood_of_bad_messages_is_a_line_for_each_reason_and_its_count(stack, folder, caplog):
+    """Every message has a text of its own: what a peer writes makes no reason of its own."""
+    hub = a_hub(stack, folder)
+    peer = RawPeer(stack, hub.client_endpoint)
+    bad = [
+        lambda i: (os.urandom(50 + i),),  # checksum
+        lambda i: (raw_header({"v": wire.PROTOCOL, "t": f"type {i}", "mid": 1}),),
+        lambda i: (raw_header({"v": wire.PROTOCOL, "t": "since", "mid": 1, f"key {i}": 1}),),
+        lambda i: (raw_header({"v": wire.PROTOCOL, "t": "since", "mid": 1, "seq": 0}), *[b"x"] * (1 + i % 50)),
+    ]
+    for i in range(400):
+        for frames in bad:
+            peer.send(*frames(i))
+            assert peer.hear("reject")
+    hub.stop(0.0)
+    lines = [record.getMessage() for record in caplog.records if "dropped a message" in record.getMessage()]
+    assert hub.rejected.total() == 1600
+    assert len(lines) <= 2 * len(bad), lines[:20]
+    assert sum(int(count[1]) if (count := re.search(r": (\d+) more", line)) else 1 for line in lines) == 1600
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(50_000, marks=pytest.mark.slow)])
+def test_workers_messages_drawn_from_a_seed_are_answered_or_rejected(stack, folder, count):
+    hub = a_hub(stack, folder)
+    a_worker(stack, hub)
+    client = a_client(stack, hub.client_endpoint)
+    told, invalid = bombard(hub.worker_endpoint, count, seed=count, workers=True)
+    assert invalid > count / 2
+    assert hub.rejected.total() == told["reject"] >= invalid
+    submit(client, [1, 2, 3])
+    assert all(outcome.ok for outcome in collect(client, 3).values())
+    assert hub.error is None
+
+
+def test_failures_of_tasks_that_a_worker_does_not_have_are_not_logged(stack, folder, caplog):
+    hub = a_hub(stack, folder)
+    worker = RawWorker(stack, hub)
+    for i in range(50):
+        worker.say("failed", id=f"nothing {i}", attempt=1, reason="no", detail="x" * 1000, fatal=False)
+        assert worker.hear("ack")
+    assert not [record for record in caplog.records if "failed at" in record.getMessage()]
 
 
 def test_nobody_answering_is_an_error_that_says_where(stack, tmp_path):

@@ -11,10 +11,10 @@ import pytest
 
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.worker import LeaseWorker
+from wfm_reward.web.budget import MemoryBudget
 from wfm_reward.web.jobs import Jobs
-from wfm_reward.web.problem import Problem
+from wfm_reward.web.problem import HttpProblem
 from wfm_reward.web.request import ScoreRequest
-from wfm_reward.web.room import Room
 
 DEADLINE_S = 30.0
 
@@ -49,13 +49,13 @@ def means(task, _):
 
 
 def with_jobs(hub, ttl_s, use):
-    """Run `use(jobs, room)` in an event loop."""
+    """Run `use(jobs, budget)` in an event loop."""
 
     async def main():
-        jobs, room = Jobs(hub.client_endpoint, {"mean": 1}, ttl_s, None), Room(10000)
+        jobs, budget = Jobs(hub.client_endpoint, {"mean": 1}, ttl_s, None), MemoryBudget(10000)
         try:
             async with asyncio.timeout(DEADLINE_S):
-                await use(jobs, room)
+                await use(jobs, budget)
         finally:
             await asyncio.to_thread(jobs.close)
 
@@ -69,13 +69,13 @@ async def until(condition):
 
 
 def test_media_are_let_go_when_they_are_scored_and_the_scores_stay(tmp_path):
-    async def use(jobs, room):
+    async def use(jobs, budget):
         request = request_of(2)
         watched = [weakref.ref(array) for array in request.media]
-        job = jobs.start(request, room.share(96), DEADLINE_S, None)
+        job = jobs.start(request, budget.reserve(96), DEADLINE_S, None)
         del request
         await job.results["mean"].done.wait()
-        await until(lambda: room.taken == 0)
+        await until(lambda: budget.reserved_bytes == 0)
         await until(lambda: gc.collect() >= 0 and not any(ref() is not None for ref in watched))
         assert [value for value, _, _ in jobs.find(job.id).results["mean"].rows] == [0.0, 1.0]
         assert job.info == {"of": 2}
@@ -85,13 +85,13 @@ def test_media_are_let_go_when_they_are_scored_and_the_scores_stay(tmp_path):
 
 
 def test_a_new_job_ends_those_that_nobody_has_pulled(tmp_path):
-    async def use(jobs, room):
-        first = jobs.start(request_of(1), room.share(48), DEADLINE_S, None)
+    async def use(jobs, budget):
+        first = jobs.start(request_of(1), budget.reserve(48), DEADLINE_S, None)
         await until(lambda: first.finished_at_s is not None)
-        second = jobs.start(request_of(1), room.share(48), DEADLINE_S, None)
+        second = jobs.start(request_of(1), budget.reserve(48), DEADLINE_S, None)
         assert list(jobs._jobs) == [second.id]
         jobs.forget(second)
-        with pytest.raises(Problem) as problem:
+        with pytest.raises(HttpProblem) as problem:
             jobs.find(second.id)
         assert problem.value.status == 404
         await until(lambda: second.finished_at_s is not None)
@@ -108,15 +108,15 @@ def test_after_its_deadline_a_job_keeps_what_is_scored_and_waits_for_no_worker(t
             go_on.wait(DEADLINE_S)
         return means(task, progress)
 
-    async def use(jobs, room):
-        job = jobs.start(request_of(3), room.share(144), DEADLINE_S, None)
+    async def use(jobs, budget):
+        job = jobs.start(request_of(3), budget.reserve(144), DEADLINE_S, None)
         await until(lambda: len(jobs._pieces) == 2)
         jobs._give_up(list(jobs._pieces))  # what its timer does
         await job.results["mean"].done.wait()
         values, failures, _ = zip(*job.results["mean"].rows, strict=True)
         assert (values[1:], failures[1:]) == ((None, None), ("deadline", "deadline"))
         assert (values[0], failures[0]) == (0.0, None)
-        await until(lambda: room.taken == 0)
+        await until(lambda: budget.reserved_bytes == 0)
 
     with a_hub(tmp_path, handle) as hub:
         try:
@@ -136,8 +136,8 @@ def test_a_video_that_is_decoded_too_late_is_removed(tmp_path):
         written.set()
         return {"videos": [(str(path), None, {})]}
 
-    async def use(jobs, room):
-        job = jobs.start(request_of(1), room.share(48), DEADLINE_S, "decode:16")
+    async def use(jobs, budget):
+        job = jobs.start(request_of(1), budget.reserve(48), DEADLINE_S, "decode:16")
         assert await asyncio.to_thread(begun.wait, DEADLINE_S)
         jobs._give_up(list(jobs._pieces))  # what its timer does
         await job.results["mean"].done.wait()

@@ -1,4 +1,4 @@
-"""What is sent to the rewards and what comes back, with the real service."""
+"""Media to the rewards and scores back, with the real service."""
 
 import json
 import os
@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from wfm_ds.distributed.world import World
+from wfm_ds.engine.forward import CountedForward
 from wfm_ds.models import registry
 from wfm_ds.models.sampler import Sampler
 from wfm_ds.models.text_cache import TextCache
@@ -19,13 +21,18 @@ from wfm_ds.rollout.scores import pack_scores, submit_pictures, unpack_scores
 from wfm_ds.types import Prompt, Score
 
 
+def parts_of_job(recipe, model):
+    """The parts that need no engine."""
+    forward = CountedForward(model.denoise)
+    sampler = Sampler(model=model, texts=TextCache(model), settings=recipe.sampling, forward=forward)
+    return SimpleNamespace(recipe=recipe, model=model, sampler=sampler, world=World(0, 1, 0, torch.device("cpu"), None))
+
+
 @pytest.fixture(scope="module")
 def job(root, tiny_pipelines):
-    """The parts of a job that need no engine."""
     recipe = recipe_file.load(root / "recipes" / "tiny" / "sd3_nft.yaml")
     model = registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
-    sampler = Sampler(model=model, texts=TextCache(model), settings=recipe.sampling)
-    return SimpleNamespace(recipe=recipe, model=model, media=sampler.media)
+    return parts_of_job(recipe, model)
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +68,8 @@ def test_videos_are_sent_with_their_speed(root, tiny_pipelines, tmp_path, monkey
     sizes = ["sampling.num_frames=5", "sampling.fps=7.5"]
     recipe = recipe_file.load(root / "recipes" / "tiny" / "sd3_nft.yaml", [*sizes, f"reward.functions={functions}"])
     model = registry.load(tiny_pipelines("wan21"), dtype=torch.float32, device="cpu")
-    sampler = Sampler(model=model, texts=TextCache(model), settings=recipe.sampling)
-    videos = SimpleNamespace(recipe=recipe, model=model, media=sampler.media)
-    latents = torch.randn(2, *sampler.latent_shape, generator=torch.Generator().manual_seed(0))
+    videos = parts_of_job(recipe, model)
+    latents = torch.randn(2, *videos.sampler.latent_shape, generator=torch.Generator().manual_seed(0))
     with RewardService(recipe.reward, tmp_path / "service") as service:
         client = RewardClient(service.endpoint, recipe.reward, run="test", client="test")
         media, _ = submit_pictures(videos, client, latents, ["a", "b"], prompts(2))

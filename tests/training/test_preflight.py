@@ -103,6 +103,12 @@ def test_lora_parameters_of_the_report_are_those_that_peft_adds(sft):
         (["reward.functions=[{name: color, options: {shade: 1}}]"], RewardError, "no option shade"),
         (["reward.functions=[{name: motion}]"], RecipeError, "reward motion scores videos, but the model makes images"),
         (["reward.functions=[{name: color, options: {frames: all}}]"], RewardError, "reward color: frames is 'all'"),
+        (
+            ["reward.functions=[{name: color/}]"],
+            RewardError,
+            "reward color/ lacks its label: write color, or color/LABEL",
+        ),
+        (["reward.functions=[{name: ocr, options: {threads: many}}]"], RewardError, "reward ocr: threads is 'many'"),
         (["reward.functions=[{name: digits}]"], RecipeError, "needs the metadata key 'label', which 12 of 12"),
         (["rollout.group_size=3"], RecipeError, r"= 2 \* 3 = 6 samples are not divisible by 4 ranks"),
         (["validation.prompts=/nowhere.txt"], DataError, "/nowhere.txt"),
@@ -116,6 +122,13 @@ def test_what_cannot_work_is_refused_in_one_sentence(rl, tmp_path, overrides, er
         preflight(rl(*overrides), world_size=4)
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_batch_larger_than_its_reward_takes_is_refused_before_anything_starts(rl, root, monkeypatch):
+    monkeypatch.syspath_prepend(root / "tests" / "reward")
+    preflight(rl("reward.functions=[{name: probe_rewards:Few, max_batch: 4}]"), world_size=1)
+    with pytest.raises(RewardError, match="reward probe_rewards:Few takes 4 items at once: max_batch is 5"):
+        preflight(rl("reward.functions=[{name: probe_rewards:Few, max_batch: 5}]"), world_size=1)
 
 
 def test_model_of_another_family_is_refused_with_the_supported_ones(rl, tiny_pipelines, tmp_path):

@@ -14,7 +14,7 @@ from wfm_ds.models import registry
 from wfm_ds.models.base import NegativeText
 from wfm_ds.models.text_cache import TextCache
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.training.sft import SftTrainer, ValidationLoss
+from wfm_ds.training.sft import SftLoop, ValidationLoss
 from wfm_ds.types import Prompt
 
 
@@ -30,7 +30,7 @@ def captions(root, share):
         )
         for i in range(200)
     ]
-    return [SftTrainer.caption(trainer, image) for image in images]
+    return [SftLoop.caption(trainer, image) for image in images]
 
 
 def test_dropped_captions_are_what_guidance_contrasts_with(root):
@@ -62,12 +62,12 @@ def test_validation_encodes_each_image_once_and_keeps_no_more_than_a_batch_of_th
     encoded, sizes, encode = [], [], model.encode_media
     monkeypatch.setattr(model, "encode_media", lambda media: encoded.append(len(media)) or encode(media))
 
-    def velocity(purpose, latents, sigma, conditioning, expert):
+    def forward(purpose, latents, sigma, conditioning, expert):
         sizes.append(len(latents))
         return model.denoise(latents, sigma, conditioning, expert)
 
     job = SimpleNamespace(
-        recipe=recipe, model=model, world=alone, texts=TextCache(model), latents=None, velocity=velocity
+        recipe=recipe, model=model, world=alone, texts=TextCache(model), latents=None, forward=forward
     )
     losses = ValidationLoss(job, samples, [Framing(height=8, width=8)] * 3).measure()
     assert encoded == [1, 1, 1]

@@ -18,6 +18,7 @@ from typing import Any
 from wfm_ds.data.paired import walk
 from wfm_ds.data.samples import MEDIA_SUFFIXES, is_encodable
 from wfm_ds.errors import DataError
+from wfm_ds.program import program
 from wfm_ds.storage import atomic
 from wfm_ds.storage.regular import open_regular
 
@@ -112,7 +113,7 @@ def write_captions(plan: Mapping[Path, Caption], *, overwrite: bool) -> int:
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
-        prog="python -m wfm_ds.data.captions", description="Write NAME.json with a caption beside each image and video."
+        prog="wfm_ds.data.captions", description="Write NAME.json with a caption beside each image and video."
     )
     p.add_argument("folder", type=Path, help="a folder with images and videos, at any depth")
     source = p.add_mutually_exclusive_group(required=True)
@@ -123,21 +124,19 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    try:
-        if args.table is not None:
-            captions: Mapping[str, Caption] = read_table(args.table)
-        else:
-            if not args.prompt.strip() or not is_encodable(args.prompt):
-                raise DataError("--prompt is blank, or text that UTF-8 cannot encode")
-            names = [path.relative_to(args.folder).as_posix() for path in media_files(args.folder)]
-            captions = {name: {"prompt": args.prompt.strip()} for name in names}
-        count = write_captions(planned(args.folder, captions), overwrite=args.overwrite)
-    except (DataError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    return program(parser(), run, argv)
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.table is not None:
+        captions: Mapping[str, Caption] = read_table(args.table)
+    else:
+        if not args.prompt.strip() or not is_encodable(args.prompt):
+            raise DataError("--prompt is blank, or text that UTF-8 cannot encode")
+        names = [path.relative_to(args.folder).as_posix() for path in media_files(args.folder)]
+        captions = {name: {"prompt": args.prompt.strip()} for name in names}
+    count = write_captions(planned(args.folder, captions), overwrite=args.overwrite)
     sys.stdout.write(f"{count} captions in {args.folder}\n")
-    return 0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from wfm_ds.errors import DataError, RecipeError
 from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.types import Prompt
+from wfm_ds.user_class import import_class
 
 if TYPE_CHECKING:
     from wfm_ds.distributed.world import World
@@ -103,12 +105,33 @@ def scanned(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
 
 
 def sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
+    if data.is_own_kind:
+        return own_sample_set(data, paths)
     if data.kind == "webdataset":
         return TarShards(paths, cache_dir=data.cache_dir, max_bad_fraction=data.max_bad_fraction)
     (folder,) = map(Path, paths)
     if data.kind == "cosmos":
         return CosmosFolder(folder, allow_pickle=data.allow_pickle, max_bad_fraction=data.max_bad_fraction)
     return PairedFolder(folder, max_bad_fraction=data.max_bad_fraction, cache_dir=data.cache_dir or user_cache())
+
+
+def own_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
+    """What the user's class finds. Raises DataError where it is none, or takes other options than the recipe's."""
+    key = "data.kind"
+    make: Callable[..., SampleSet] = import_class(data.kind, SampleSet, key=key, error=DataError)
+    arguments: dict[str, Any] = {"max_bad_fraction": data.max_bad_fraction, **data.options}
+    try:
+        inspect.signature(make).bind(list(paths), **arguments)
+    except TypeError as error:
+        raise DataError(f"{key} {data.kind}: data.options do not fit its constructor: {error}") from error
+    try:
+        found: SampleSet = make(list(paths), **arguments)
+    except OSError as error:
+        raise DataError(f"{key} {data.kind}: {', '.join(paths)} cannot be read: {error}") from error
+    found.samples.sort(key=lambda sample: sample.id)
+    if unknown := sorted(found.bad.keys() - REASONS.keys()):
+        raise DataError(f"{key} {data.kind}: it rejects for {', '.join(unknown)}; reasons are {', '.join(REASONS)}")
+    return found
 
 
 def buckets_of(recipe: Recipe, model: SizedModel) -> Buckets:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from wfm_ds.errors import DataError
+from wfm_ds.program import program
 
 Split = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 """Grey images [N,8,8] and their digits [N]."""
@@ -66,16 +67,19 @@ def write_digits(out: Path) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m wfm_ds.data.digits", description="Write the quickstart's data.")
-    parser.add_argument("out_dir", type=Path, help="a new or empty folder; gets images/ (SFT) and prompts/ (RL)")
-    out = parser.parse_args(argv).out_dir
-    try:
-        count = write_digits(out)
-    except (DataError, OSError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    return program(parser(), run, argv)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="wfm_ds.data.digits", description="Write the quickstart's data.")
+    p.add_argument("out_dir", type=Path, help="a new or empty folder; gets images/ (SFT) and prompts/ (RL)")
+    return p
+
+
+def run(args: argparse.Namespace) -> None:
+    out = args.out_dir
+    count = write_digits(out)
     sys.stdout.write(f"{count} captioned images in {out / 'images'}, 10 prompts in {out / 'prompts' / 'train.jsonl'}\n")
-    return 0
 
 
 if __name__ == "__main__":

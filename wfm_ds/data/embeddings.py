@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from wfm_ds.data.cosmos import EMBEDDING_FOLDERS, PICKLE_SUFFIXES, SAFE_SUFFIX, files_by_id
 from wfm_ds.errors import DataError
+from wfm_ds.program import program, say_error
 from wfm_ds.storage import atomic
 from wfm_ds.storage.regular import read_regular
 
@@ -106,20 +107,25 @@ def write_safetensors(path: Path, embedding: npt.NDArray[np.floating[Any]]) -> N
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    return program(parser(), run, argv)
+
+
+def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
-        prog="python -m wfm_ds.data.embeddings", description="Convert a Cosmos folder's pickled text embeddings."
+        prog="wfm_ds.data.embeddings", description="Convert a Cosmos folder's pickled text embeddings."
     )
     p.add_argument("folder", type=Path, help=f"a Cosmos folder with {' or '.join(EMBEDDING_FOLDERS)}")
     p.add_argument("--from-pickle", action="store_true", required=True, help="read NAME.pickle, write NAME.safetensors")
-    folder = p.parse_args(argv).folder
+    return p
+
+
+def run(args: argparse.Namespace) -> int:
+    folder = args.folder
     if not any((folder / name).is_dir() for name in EMBEDDING_FOLDERS):
-        sys.stderr.write(f"error: {folder} has no folder {' or '.join(EMBEDDING_FOLDERS)}\n")
-        return 2
+        raise DataError(f"{folder} has no folder {' or '.join(EMBEDDING_FOLDERS)}")
     written, wrong = convert(folder)
     sys.stdout.write(f"{written} embeddings written below {folder}\n")
-    for line in wrong:
-        sys.stderr.write(f"error: {line}\n")
-    return 2 if wrong else 0
+    return max((say_error(sentence) for sentence in wrong), default=0)
 
 
 if __name__ == "__main__":

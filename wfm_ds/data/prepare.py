@@ -7,13 +7,13 @@ it was. Exit codes as of wfm_ds.train.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wfm_ds.errors import UserError
+from wfm_ds.errors import RecipeError
+from wfm_ds.program import program
 
 if TYPE_CHECKING:
     from wfm_ds.distributed.world import World
@@ -32,22 +32,23 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    from wfm_ds.distributed.lifecycle import fail_as_rank, strip_launcher_args
+
+    words = strip_launcher_args(sys.argv[1:] if argv is None else argv)
+    return program(parser(), load_and_run, words, fail=fail_as_rank)
+
+
+def load_and_run(args: argparse.Namespace) -> int:
     from wfm_ds.distributed import lifecycle
     from wfm_ds.distributed.accelerator import choose_accelerator
     from wfm_ds.distributed.logs import quieten_libraries
-    from wfm_ds.errors import RecipeError
     from wfm_ds.recipe import file as recipe_file
 
-    args = parser().parse_intermixed_args(lifecycle.strip_launcher_args(sys.argv[1:] if argv is None else argv))
     quieten_libraries()
     choose_accelerator()
-    rank = int(os.environ.get("RANK", "0"))
-    try:
-        recipe = recipe_file.load(args.recipe, args.overrides)
-        if recipe.data.cache_dir is None:
-            raise RecipeError(f"{args.recipe}: data.cache_dir is not set, so there is nothing to prepare")
-    except UserError as error:
-        lifecycle.user_error_exit(str(error), rank)
+    recipe = recipe_file.load(args.recipe, args.overrides)
+    if recipe.data.cache_dir is None:
+        raise RecipeError(f"{args.recipe}: data.cache_dir is not set, so there is nothing to prepare")
     lifecycle.watch_parent()
     return run(recipe)
 
@@ -59,10 +60,7 @@ def run(recipe: Recipe) -> int:
     from wfm_ds.distributed.world import World
 
     world = World.join(TIMEOUT_S)
-    try:
-        sentence = prepare(recipe, world)
-    except UserError as error:
-        lifecycle.user_error_exit(str(error), world.rank)
+    sentence = prepare(recipe, world)
     if world.is_main:
         sys.stdout.write(sentence + "\n")
         lifecycle.write_status("finished", 0)

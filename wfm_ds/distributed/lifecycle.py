@@ -20,9 +20,10 @@ from typing import Literal, NoReturn
 
 import psutil
 
+from wfm_ds.program import USER_ERROR
+
 ORPHANED = 77  # exit code of a rank whose launcher is gone
 PARENT_CHECK_S = 5.0
-USER_ERROR = 2
 END_WAIT_S = 15.0  # the launcher looks at its ranks every second, then ends them one after the other
 
 
@@ -156,6 +157,11 @@ def user_error_exit(message: str, rank: int, *, speaks: bool | None = None) -> N
     else:
         _wait_for_signal(END_WAIT_S)
     raise SystemExit(USER_ERROR)
+
+
+def fail_as_rank(message: str) -> NoReturn:
+    """End this rank by a mistake that all ranks see alike, such as one in the recipe, before they know each other."""
+    user_error_exit(message, int(os.environ.get("RANK", "0")))
 
 
 def _wait_for_signal(timeout_s: float) -> None:

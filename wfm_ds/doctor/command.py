@@ -14,6 +14,7 @@ from pathlib import Path
 
 from wfm_ds.doctor.finding import Finding
 from wfm_ds.errors import UserError
+from wfm_ds.program import USER_ERROR, program
 
 MASTER_PORT = 29500  # the launcher's, where several machines must agree on one
 COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
@@ -35,7 +36,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_intermixed_args(argv)
+    return program(parser(), run, argv)
+
+
+def run(args: argparse.Namespace) -> int:
     from wfm_ds.distributed.accelerator import choose_accelerator
     from wfm_ds.distributed.logs import quieten_libraries
 
@@ -43,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     choose_accelerator()
     found = list(findings(args))
     sys.stdout.write(as_json(found)) if args.json else print_table(found)
-    return 2 if any(finding.level == "error" for finding in found) else 0
+    return USER_ERROR if any(finding.level == "error" for finding in found) else 0
 
 
 def findings(args: argparse.Namespace) -> Iterator[Finding]:

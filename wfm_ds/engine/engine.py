@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from wfm_ds.distributed.liveness import MOVES
 from wfm_ds.distributed.world import World, ranks_per_node
+from wfm_ds.engine.accumulation import accumulate_in_float32
 from wfm_ds.engine.lockstep import Guard
 from wfm_ds.engine.placement import cast_unplaced, place
 from wfm_ds.engine.policy import Flats, ShardedCopy, Shards, add_adapters, publish_to_adapter, use_adapter
@@ -164,6 +165,8 @@ class DenoiserEngine:
             weight_decay=options.weight_decay,
         )
         ds = deepspeed.initialize(model=denoiser, optimizer=optimizer, config=config, dist_init_required=False)[0]
+        if ds.zero_optimization_stage() == 1 and dtype != torch.float32:
+            accumulate_in_float32(ds)
         return cls(ds, denoiser, recipe, world, policies, total_updates)
 
     # Forwards
@@ -220,12 +223,14 @@ class DenoiserEngine:
         """Collective. Back-propagate a micro-step so that all of a step's give the gradient of (1/N) sum l.
 
         loss_sum: the sum of this rank's terms in this micro-step, fp32 scalar, equal on the ranks of a replica.
-        num_terms: N, the valid terms of the whole optimizer step over all replicas and micro-steps; 0: the step will
-        not be applied.
+        num_terms: N, the valid terms of the whole optimizer step over all replicas and micro-steps, at least 1: a step
+        without any is `skip`.
         """
         self._require_train("backward")
         if loss_sum.ndim != 0:
             raise ValueError(f"loss_sum must be a scalar, got the shape {tuple(loss_sum.shape)}")
+        if num_terms < 1:
+            raise ValueError(f"a step of {num_terms} terms has no gradient: call skip()")
         if self._num_backwards == self._due_backwards:
             raise RuntimeError(f"step() is due: {self._due_backwards} backwards make an optimizer step")
         self._num_backwards += 1
@@ -233,9 +238,8 @@ class DenoiserEngine:
         last = self._num_backwards == self._due_backwards
         self.ds.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages over ranks and divides by its own number of micro-steps, however many there are. The ranks
-        # of a replica hold parts of one gradient, which add up: the factor is all ranks, not the replicas. Without a
-        # term, NaN makes DeepSpeed drop the step on all ranks.
-        scale = self.world.size * self.accumulation / num_terms if num_terms else math.nan
+        # of a replica hold parts of one gradient, which add up: the factor is all ranks, not the replicas.
+        scale = self.world.size * self.accumulation / num_terms
         self.ds.backward(loss_sum * scale)
         if not last:
             self.ds.step()  # counts the micro-step, nothing else
@@ -258,6 +262,15 @@ class DenoiserEngine:
         self.num_updates += 1
         grad_norm, bound = float(self.ds.get_global_grad_norm()), self.recipe.engine.max_grad_norm
         return StepResult(applied=True, grad_norm=grad_norm, clipped=0 < bound < grad_norm, lr=lr)
+
+    def skip(self) -> StepResult:
+        """On all ranks, instead of a step's backwards and `step`: it has no term on any of them, so nothing moves."""
+        self._require_train("skip")
+        if self._num_backwards:
+            raise RuntimeError(f"skip() after {self._num_backwards} backwards of a step")
+        self.num_skipped += 1
+        lr = learning_rate(self.recipe.optimizer, self.num_updates + 1, self.total_updates)
+        return StepResult(applied=False, grad_norm=math.nan, clipped=False, lr=lr)
 
     # Policies
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from wfm_ds.engine.forward import Forward
 from wfm_ds.models.base import DiffusionModel, NegativeText
 from wfm_ds.models.conditional_frames import with_conditional_frames
 from wfm_ds.models.text_cache import TextCache
@@ -23,11 +24,15 @@ from wfm_ds.types import Prompt
 if TYPE_CHECKING:
     from wfm_ds.types import ConditionalFrames, Conditioning
 
+UNCONDITIONAL = "uncond"  # the purpose of the forwards that guidance contrasts with
 
-class Velocity(Protocol):
-    """One forward: DiffusionModel.denoise, or something that counts it too."""
 
-    def __call__(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None, /) -> Tensor: ...
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What the denoiser is told about B samples, and what guidance contrasts that with."""
+
+    conditioning: Conditioning
+    contrast: Conditioning | None  # None: no expert is guided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +42,7 @@ class Sampler:
     model: DiffusionModel
     texts: TextCache
     settings: SamplingRecipe
+    forward: Forward
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
@@ -50,6 +56,7 @@ class Sampler:
 
     def generate(
         self,
+        purpose: str,
         prompts: Sequence[Prompt],
         noise_seeds: Sequence[int],
         plan: Plan,
@@ -57,63 +64,40 @@ class Sampler:
         seeds: Sequence[int] | None = None,
         conditional_frames: ConditionalFrames | None = None,
         shape: tuple[int, ...] | None = None,
-        velocity: Velocity | None = None,
     ) -> Trajectory:
-        """Denoise B samples as planned. noise_seeds: of the initial noise; seeds: of what the plan draws besides,
-        unless they are the same. shape: of one sample's latents, unless latent_shape. velocity: the forward to use, if
-        not the model's own."""
-        conditioning, contrast = self.conditionings(prompts, conditional_frames)
+        """Denoise B samples as planned.
+
+        noise_seeds: of the initial noise. seeds: of what the plan draws besides, unless they are the same. shape: of
+        one sample's latents, unless latent_shape.
+        """
+        conditions = self.conditions(prompts, conditional_frames)
 
         def predict(latents: Tensor, sigma: float) -> Tensor:
             sigma_B = torch.full((len(latents),), sigma, dtype=torch.float32, device=latents.device)
-            expert = self.model.expert_of(sigma)
-            return self.guided(velocity or self.model.denoise, latents, sigma_B, conditioning, contrast, expert)
+            return self.velocity(purpose, latents, sigma_B, conditions, self.model.expert_of(sigma))
 
         noise = seeded_normal(noise_seeds, shape or self.latent_shape, self.model.device)
         return plan.run(predict, noise, noise_seeds if seeds is None else seeds)
 
-    def guided(
-        self,
-        velocity: Velocity,
-        latents: Tensor,
-        sigma: Tensor,
-        conditioning: Conditioning,
-        contrast: Conditioning | None,
-        expert: int | None = None,
-        *,
-        contrast_velocity: Velocity | None = None,
-    ) -> Tensor:
-        """`velocity`, guided by the scale of `expert` away from `contrast` (see unconditional; None: not
-        guided), whose forward may be another one; without it where that scale is 1. Gradient flows through the
-        conditional half only."""
-        conditional = velocity(latents, sigma, conditioning, expert)
-        scale = self.settings.guidance_of(expert or 0)
-        if contrast is None or scale == 1:
+    def velocity(self, purpose: str, latents: Tensor, sigma: Tensor, conditions: Conditions, expert: int) -> Tensor:
+        """The prediction [B, ...] float32 of one expert, guided where it is. Gradient flows through the conditional
+        half only."""
+        conditional = self.forward(purpose, latents, sigma, conditions.conditioning, expert)
+        if conditions.contrast is None or not self.settings.is_guided(expert):
             return conditional
         with torch.no_grad():
-            unconditional = (contrast_velocity or velocity)(latents, sigma, contrast, expert)
-        return self.model.combine_guidance(conditional, unconditional, scale)
+            unconditional = self.forward(UNCONDITIONAL, latents, sigma, conditions.contrast, expert)
+        return self.model.combine_guidance(conditional, unconditional, self.settings.guidance_of(expert))
 
-    def conditionings(
-        self, prompts: Sequence[Prompt], conditional_frames: ConditionalFrames | None = None
-    ) -> tuple[Conditioning, Conditioning | None]:
-        """What the denoiser is told about these samples, and what guidance contrasts it with: see unconditional. Both
-        hold the conditional frames."""
-        conditioning = self.texts.encode([prompt.text for prompt in prompts])
-        contrast = self.unconditional(prompts)
-        if conditional_frames is None:
-            return conditioning, contrast
-        if contrast is not None:
-            contrast = with_conditional_frames(contrast, conditional_frames.latents, conditional_frames.counts)
-        return with_conditional_frames(conditioning, conditional_frames.latents, conditional_frames.counts), contrast
-
-    def unconditional(self, prompts: Sequence[Prompt]) -> Conditioning | None:
-        """What guidance contrasts each prompt with: its own negative text, else the recipe's, else the family's. None
-        when the guidance scale is 1."""
-        settings = self.settings
-        if settings.guidance_scale == 1:
-            return None
-        return self.texts.encode(negatives(self.model, settings, prompts))
+    def conditions(self, prompts: Sequence[Prompt], conditional_frames: ConditionalFrames | None = None) -> Conditions:
+        """The embedded prompts and, where an expert is guided, what they are contrasted with: each prompt's own
+        negative text, else the recipe's, else the family's. Both hold the conditional frames."""
+        told = [self.texts.encode([prompt.text for prompt in prompts])]
+        if self.settings.is_guided():
+            told.append(self.texts.encode(negatives(self.model, self.settings, prompts)))
+        if (frames := conditional_frames) is not None:
+            told = [with_conditional_frames(each, frames.latents, frames.counts) for each in told]
+        return Conditions(told[0], told[1] if len(told) == 2 else None)
 
     def media(self, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
         """uint8 [B,H,W,3] of these latents, of video families [B,T,H,W,3], and whether each was finite: one that was

@@ -15,6 +15,7 @@ import os
 import re
 import stat
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,8 @@ import zmq
 import zmq.auth
 
 from wfm_ds.errors import UserError
+from wfm_ds.pipes.throttle import Throttle
+from wfm_ds.program import program
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +34,7 @@ SECRET, PUBLIC = ".key_secret", ".key"
 
 
 class KeyFileError(UserError):
-    """A key file is missing, readable by others, or none."""
+    """A key file is missing, readable by others, or not a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +57,24 @@ class HubKeys:
 
     @property
     def insider(self) -> ClientKeys:
-        """Those of processes on the hub's own side, which always may."""
+        """The keys of processes on the hub's own side, which may always connect."""
         return ClientKeys(self.public, self.secret, self.public, HUB)
 
 
 def hub_keys(folder: Path) -> HubKeys:
-    """A hub's. The keys in public/ are read whenever somebody connects: add or remove files at any time.
+    """The keys of a hub. Those in public/ are read at each connection: add or remove files at any time.
 
-    Raises KeyFileError, also for a file in public/ that is no key. One that is none later lets nobody in and is logged.
+    Raises KeyFileError, also for a file in public/ that is not a key. One that is damaged later is logged and ignored.
     """
     public, secret = _pair(folder / f"{HUB}{SECRET}")
     for path in _listed(folder):
         _public(path)
 
+    complaints = Throttle(log.warning)  # the folder is read at each handshake, and anybody may try one
+
     def allowed(key: bytes) -> bool:
         """Never raises: it is called by the thread on which every handshake depends."""
-        return key == public or key in _readable(folder)
+        return key == public or key in _readable(folder, complaints)
 
     return HubKeys(public, secret, allowed)
 
@@ -78,7 +83,7 @@ def _listed(folder: Path) -> list[Path]:
     return [path for path in (folder / "public").glob(f"*{PUBLIC}") if path.stem != HUB]
 
 
-def _readable(folder: Path) -> set[bytes]:
+def _readable(folder: Path, complaints: Throttle) -> set[bytes]:
     """The public keys that can be read at this moment: a file may be half copied, or just have been removed."""
     keys = set()
     try:
@@ -86,14 +91,14 @@ def _readable(folder: Path) -> set[bytes]:
             try:
                 keys.add(_public(path))
             except KeyFileError as error:
-                log.warning("passed over: %s", error)
+                complaints.tell(path.name, f"passed over: {error}", time.monotonic())
     except OSError as error:
-        log.warning("%s cannot be listed: %s", folder / "public", error)
+        complaints.tell("list", f"{folder / 'public'} cannot be listed: {error}", time.monotonic())
     return keys
 
 
 def client_keys(folder: Path) -> ClientKeys:
-    """A client's or a worker's, or in a hub's folder the hub's own. Raises KeyFileError."""
+    """The keys of a client or a worker; in a hub's folder, the hub's own. Raises KeyFileError."""
     secrets = [path for path in folder.glob(f"*{SECRET}") if path.name != f"{HUB}{SECRET}"]
     if not secrets and (folder / f"{HUB}{SECRET}").exists():
         return hub_keys(folder).insider
@@ -110,7 +115,7 @@ def client_keys(folder: Path) -> ClientKeys:
 def new(folder: Path, name: str) -> tuple[Path, Path]:
     """Make a pair: (secret file, public file). Raises KeyFileError if one of that name is there."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
-        raise KeyFileError(f"{name!r} is no name for a key: use letters, digits, - and _")
+        raise KeyFileError(f"{name!r} is not a name for a key: use letters, digits, - and _")
     secret_file, public_file = folder / f"{name}{SECRET}", folder / "public" / f"{name}{PUBLIC}"
     public, secret = zmq.curve_keypair()
     try:
@@ -160,21 +165,21 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
     return public, secret
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m wfm_ds.pipes.keys", description="Keys of hubs, clients and workers."
-    )
-    command = parser.add_subparsers(dest="command", required=True).add_parser("new", help="make a pair of keys")
-    command.add_argument("folder", type=Path, metavar="DIR", help="made if it is not there")
-    command.add_argument("name", metavar="NAME", help=f"{HUB} for a hub; any other for a client or worker")
-    options = parser.parse_args(arguments)
-    try:
-        secret, public = new(options.folder, options.name)
-    except KeyFileError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+def main(argv: Sequence[str] | None = None) -> int:
+    return program(parser(), run, argv)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="wfm_ds.pipes.keys", description="Keys of hubs, clients and workers.")
+    p.add_argument("command", choices=["new"], help="make a pair of keys")
+    p.add_argument("folder", type=Path, metavar="DIR", help="made if it is not there")
+    p.add_argument("name", metavar="NAME", help=f"{HUB} for a hub; any other for a client or worker")
+    return p
+
+
+def run(args: argparse.Namespace) -> None:
+    secret, public = new(args.folder, args.name)
     sys.stdout.write(f"secret: {secret} (keep it on this machine)\npublic: {public} (copy it to those who need it)\n")
-    return 0
 
 
 if __name__ == "__main__":

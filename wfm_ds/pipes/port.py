@@ -13,6 +13,7 @@ import zmq
 from wfm_ds.pipes import wire
 from wfm_ds.pipes.messages import REASON_CHARS
 from wfm_ds.pipes.sockets import Full, Router, Unreachable
+from wfm_ds.pipes.throttle import Throttle
 from wfm_ds.pipes.wire import Message, TensorSpec, WireError
 
 log = logging.getLogger(__name__)
@@ -31,9 +32,11 @@ class Port:
         self._expected = expected
         self._rejected = rejected
         self._mids = itertools.count(1)
+        self._drops = Throttle(log.warning)
 
     def receive(self, handle: Handler, now_s: float) -> None:
-        """Hand over what has come. What is no message of this port, or makes `handle` raise WireError, is rejected."""
+        """Hand over what has come; reject what is not a message for this port, and what `handle` refuses."""
+        self._drops.look(now_s)
         for _ in range(MESSAGES_PER_TURN):
             received = self.router.receive()
             if received is None:
@@ -44,8 +47,12 @@ class Port:
                 handle(route, message, frames, now_s)
             except WireError as error:
                 self._rejected[self.router.endpoint] += 1
-                log.warning("dropped a message at %s: %s", self.router.endpoint, error)
+                self._drops.tell(error.reason, f"dropped a message at {self.router.endpoint}: {error}", now_s)
                 self.send(route, "reject", {"about": 0, "why": str(error)[:REASON_CHARS]})
+
+    def close(self, now_s: float) -> None:
+        """Log what was dropped and not logged yet."""
+        self._drops.close(now_s)
 
     def encode(self, message_type: str, fields: Mapping[str, Any], specs: Sequence[TensorSpec] = ()) -> bytes:
         """The header of a message that `router.send` takes later. Raises WireError if it is too large."""
@@ -59,7 +66,7 @@ class Port:
         specs: Sequence[TensorSpec] = (),
         payload: Sequence[Any] = (),
     ) -> bool:
-        """Whether it went out. Everything sent this way is repeated by the protocol if it gets lost."""
+        """Send; False if it could not be sent. The protocol repeats everything sent this way if it is lost."""
         try:
             self.router.send(route, self.encode(message_type, fields, specs), payload)
         except (Unreachable, Full):

@@ -26,6 +26,7 @@ HEADER_BYTES = 64 * 1024
 FRAME_BYTES = 4 * 2**20  # larger buffers are mapped and page-faulted each time, smaller ones cost more messages
 CACHED_BYTES = 256 * 1024  # copied and then checked while a core still has them
 CHECK_BITS = 2**32 - 1
+TABLE = "tensor table"
 MAX_FRAMES = 320
 PAYLOAD_BYTES = 2**30
 MAX_TENSORS = 64
@@ -39,6 +40,11 @@ Buffer: TypeAlias = bytes | memoryview
 
 class WireError(ValueError):
     """Bytes from a peer are not a message that is allowed here. The receiver drops the message and counts it."""
+
+    def __init__(self, text: str, reason: str = "") -> None:
+        """`reason`: a fixed text for one sort of error, where `text` holds what the peer wrote."""
+        super().__init__(text)
+        self.reason = reason or text
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +125,13 @@ def encode(message_type: str, mid: int, fields: Mapping[str, Any], specs: Sequen
 def decode(frames: Sequence[Buffer], expected: frozenset[str]) -> Message:
     """One multipart message whose type is among `expected`. Raises WireError; never another exception."""
     if not 1 <= len(frames) <= 1 + MAX_FRAMES:
-        raise WireError(f"{len(frames)} frames, 1 to {1 + MAX_FRAMES} are allowed")
+        raise WireError(f"{len(frames)} frames, 1 to {1 + MAX_FRAMES} are allowed", "number of frames")
     header = _unpacked(frames[0])
     if header.pop("v", None) != PROTOCOL:
         raise WireError(f"not a message of protocol {PROTOCOL}")
     message_type, mid = header.pop("t", None), header.pop("mid", None)
     if not isinstance(message_type, str) or message_type not in expected:
-        raise WireError(f"message type {str(message_type)[:40]!r} is not expected here")
+        raise WireError(f"message type {str(message_type)[:40]!r} is not expected here", "unexpected message type")
     if type(mid) is not int or mid < 0:
         raise WireError(f"{message_type}: mid is not a counter")
     specs = tuple(_spec(line) for line in _table(header.pop("tensors", [])))
@@ -147,13 +153,13 @@ def packed_size(value: Any) -> int:
 def _unpacked(frame: Buffer) -> dict[str, Any]:
     blob = bytes(frame[: HEADER_BYTES + 1])
     if not 4 < len(blob) <= HEADER_BYTES:
-        raise WireError(f"a header of {len(frame)} bytes, 5 to {HEADER_BYTES} are allowed")
+        raise WireError(f"a header of {len(frame)} bytes, 5 to {HEADER_BYTES} are allowed", "size of the header")
     if struct.unpack_from("<I", blob)[0] != checksum(blob[4:]):
         raise WireError("the header's checksum is wrong")
     try:
         header = msgpack.unpackb(blob[4:], strict_map_key=True, max_ext_len=0, max_bin_len=0)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise WireError(f"the header is not msgpack: {type(error).__name__} {error}") from error
+        raise WireError(f"the header is not msgpack: {type(error).__name__} {error}", "no msgpack") from error
     if not isinstance(header, dict):
         raise WireError("the header is not a map")
     _check_values(header)
@@ -190,11 +196,11 @@ def _check_fields(message_type: str, fields: Mapping[str, Any]) -> None:
         raise WireError(f"{message_type[:40]!r} is not a message type")
     if fields.keys() != schema.keys():
         wrong = sorted(fields.keys() ^ schema.keys())
-        raise WireError(f"{message_type}: missing or unknown keys: {', '.join(wrong)[:200]}")
+        raise WireError(f"{message_type}: missing or unknown keys: {', '.join(wrong)[:200]}", f"keys of {message_type}")
     for key, check in schema.items():
         problem = problem_in(fields[key], check)
         if problem:
-            raise WireError(f"{message_type}.{key} {problem}")
+            raise WireError(f"{message_type}.{key} {problem}", f"{message_type}.{key}")
 
 
 def _table(value: Any) -> list[Any]:
@@ -221,11 +227,11 @@ def _check_table(message_type: str, specs: Sequence[TensorSpec]) -> None:
         raise WireError(f"{message_type}: {len(specs)} tensors, {MAX_TENSORS} are allowed")
     for spec in specs:
         if spec.dtype not in DTYPES:
-            raise WireError(f"{message_type}: dtype {spec.dtype[:40]!r} does not travel")
+            raise WireError(f"{message_type}: dtype {spec.dtype[:40]!r} does not travel", TABLE)
         if len(spec.shape) > MAX_DIMENSIONS or not all(0 <= n < 2**31 for n in spec.shape):
-            raise WireError(f"{message_type}: a tensor of shape {str(spec.shape)[:100]}")
+            raise WireError(f"{message_type}: a tensor of shape {str(spec.shape)[:100]}", TABLE)
         if math.prod(spec.shape) * DTYPES[spec.dtype].itemsize != spec.nbytes or not 0 <= spec.check <= CHECK_BITS:
-            raise WireError(f"{message_type}: {spec.nbytes} bytes do not fit {spec.dtype} {list(spec.shape)}")
+            raise WireError(f"{message_type}: {spec.nbytes} bytes do not fit {spec.dtype} {list(spec.shape)}", TABLE)
     if sum(s.nbytes for s in specs) > PAYLOAD_BYTES or sum(s.num_frames for s in specs) > MAX_FRAMES:
         raise WireError(f"{message_type}: more than {PAYLOAD_BYTES} bytes or {MAX_FRAMES} frames of tensors")
 
@@ -237,7 +243,8 @@ def _check_payload(message_type: str, specs: Sequence[TensorSpec], payload: Sequ
     sizes = [len(frame) for frame in payload]
     if sizes != want:
         raise WireError(
-            f"{message_type}: payload frames of {str(sizes)[:100]} bytes, the header says {str(want)[:100]}"
+            f"{message_type}: payload frames of {str(sizes)[:100]} bytes, the header says {str(want)[:100]}",
+            "sizes of the payload frames",
         )
 
 

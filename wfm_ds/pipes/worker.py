@@ -26,6 +26,7 @@ from wfm_ds.pipes import wire
 from wfm_ds.pipes.keys import ClientKeys
 from wfm_ds.pipes.messages import DETAIL_CHARS, HUB_TO_WORKER, META_BYTES, REASON_CHARS
 from wfm_ds.pipes.sockets import Dealer, Full, Mailbox
+from wfm_ds.pipes.throttle import Throttle
 from wfm_ds.pipes.wire import Array, Buffer, Message, TensorSpec, WireError
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class TaskInHand:
 
     @property
     def note(self) -> Mapping[str, Any]:
-        """What the hub's owner had announced when the task was leased."""
+        """The values that the hub's owner had announced when the task was leased."""
         note: Mapping[str, Any] = self.message.fields["note"]
         return note
 
@@ -123,13 +124,14 @@ class LeaseWorker:
         self._parent_fd = parent_fd
         self._watchdog_s, self._ends_process = watchdog_s, ends_process
         self._tasks: queue.SimpleQueue[TaskInHand | None] = queue.SimpleQueue()
-        self._news: Mailbox[_Report | None] = Mailbox()  # None: look at the marks
+        self._news: Mailbox[_Report | None] = Mailbox()  # None: there is new progress
         self._reports: dict[str, _Report] = {}
         self._queued: dict[str, int] = {}  # the attempts that are held: arrived, not reported yet
         self._next: TaskInHand | None = None  # arrived, but too large for the batch that was being gathered
         self._running: frozenset[str] = frozenset()
         self._marks: list[tuple[TaskInHand, int, int]] = []  # (task, done, total) of those that run
         self._mids = itertools.count(1)
+        self._drops = Throttle(log.warning)
         self._hub = ""
         self._trouble = ""  # why the hub does not want this worker, as logged last
         self._hello_s = HELLO_S
@@ -221,6 +223,7 @@ class LeaseWorker:
                 if self._parent_is_gone(self._readable(dealer)):
                     break
                 now_s = time.monotonic()
+                self._drops.look(now_s)
                 if dealer.stale():
                     dealer = self._reopened(context, dealer)
                 if now_s - armed_at_s > ARM_S:
@@ -228,7 +231,7 @@ class LeaseWorker:
                     faulthandler.dump_traceback_later(self._watchdog_s, exit=True)
                 new_mark = self._take_news()
                 while (frames := dealer.receive()) is not None:
-                    self._from_hub(frames)
+                    self._from_hub(frames, now_s)
                 if not self._hub and now_s - hello_at_s > self._hello_s:
                     hello_at_s = now_s
                     held = sorted(self._queued.keys() | self._reports.keys())
@@ -267,7 +270,7 @@ class LeaseWorker:
         return self._parent_fd is not None and self._parent_fd in readable and not os.read(self._parent_fd, 4096)
 
     def _take_news(self) -> bool:
-        """Whether there is a new mark; reports are kept until acknowledged."""
+        """Take what the main thread has put; True if there is new progress. Reports are kept until acknowledged."""
         new_mark = False
         for report in self._news.take():
             if report is None:
@@ -277,11 +280,11 @@ class LeaseWorker:
                 self._reports[report.fields["id"]] = report
         return new_mark
 
-    def _from_hub(self, frames: list[zmq.Frame]) -> None:
+    def _from_hub(self, frames: list[zmq.Frame], now_s: float) -> None:
         try:
             message = wire.decode([frame.buffer for frame in frames], HUB_TO_WORKER)
         except WireError as error:
-            log.warning("dropped a message of the hub: %s", error)
+            self._drops.tell(error.reason, f"dropped a message of the hub: {error}", now_s)
             return
         fields = message.fields
         if message.type == "welcome":
@@ -333,7 +336,7 @@ class LeaseWorker:
         self._give_up(task_id, attempt, "it was not begun" if task_id in self._queued else "it did not arrive")
 
     def _give_up(self, task_id: str, attempt: int, why: str) -> None:
-        """Before it was begun."""
+        """Report a task as failed that was not begun."""
         self._queued.pop(task_id, None)
         failure = {"reason": _text(why, REASON_CHARS), "detail": "", "fatal": False}
         self._news.put(_Report("failed", {"id": task_id, "attempt": attempt, **failure}))
@@ -361,7 +364,7 @@ class LeaseWorker:
 
 
 def _report(task_id: str, attempt: int, answer: Mapping[str, Any] | Answer | Exception, seconds: float) -> _Report:
-    """What the hub hears of a task. Never raises: a result that cannot travel is a failure."""
+    """The report of a task to the hub. Never raises: a result that cannot be sent is a failure."""
     about = {"id": task_id, "attempt": attempt}
     if not isinstance(answer, Exception):
         try:
@@ -371,7 +374,7 @@ def _report(task_id: str, attempt: int, answer: Mapping[str, Any] | Answer | Exc
                 raise TaskFailed(f"a result of {size} bytes, {META_BYTES} are allowed", fatal=True)
             specs, frames = wire.pack_tensors(tensors)
             fields = {**about, "seconds": seconds, "meta": meta}
-            wire.encode("result", 0, fields, specs)  # what cannot travel is found here
+            wire.encode("result", 0, fields, specs)  # raises for what cannot be sent
             return _Report("result", fields, specs, list(itertools.chain(*frames)))
         except (WireError, TaskFailed) as error:
             answer = error
@@ -392,5 +395,5 @@ def _failure(error: Exception) -> dict[str, Any]:
 
 
 def _text(text: str, max_chars: int) -> str:
-    """What a message can carry: no half surrogate pairs, bounded."""
+    """The text as a message can carry it: cut, and without half surrogate pairs."""
     return text[:max_chars].encode(errors="replace").decode()

@@ -239,6 +239,6 @@ def _recipe_keys(recipe: Recipe, accumulation: int, stage: int) -> dict[str, Any
     }
     if recipe.model.dtype == "bfloat16":
         keys |= {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
-        if stage > 1:  # at stage 1 it would select another optimizer class, without the masters that the policies use
+        if stage > 1:  # at stage 1 it would select another optimizer class: engine/accumulation.py does it there
             keys["data_types"] = {"grad_accum_dtype": "fp32"}
     return keys

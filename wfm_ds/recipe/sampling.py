@@ -144,9 +144,13 @@ class SamplingRecipe(Section):
             )
         return self
 
-    def guidance_of(self, stage: int) -> float:
-        """The guidance scale of an expert, by stage."""
-        return self.guidance_scale if stage == 0 or self.guidance_scale_low is None else self.guidance_scale_low
+    def guidance_of(self, expert: int) -> float:
+        """The guidance scale of an expert."""
+        return self.guidance_scale if expert == 0 or self.guidance_scale_low is None else self.guidance_scale_low
+
+    def is_guided(self, expert: int = 0) -> bool:
+        """Tell if predictions of this expert take an unconditional pass: no other's do where the first one's do not."""
+        return self.guidance_of(expert) != 1
 
     @property
     def is_stochastic(self) -> bool:

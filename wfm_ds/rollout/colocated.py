@@ -20,15 +20,15 @@ class ColocatedSource:
     """`next(step)` generates and submits media for scoring; `scores` waits for what is not scored yet."""
 
     def __init__(self, job: Job, groups: GroupSource, rewards: RewardClient, algorithm: RlAlgorithm) -> None:
-        assert job.recipe.rollout is not None
         self.job, self.groups, self.rewards, self.algorithm = job, groups, rewards, algorithm
-        self.group_size = job.recipe.rollout.group_size
+        self.group_size = job.recipe.rl.rollout.group_size
 
     def publish(self, step: int) -> None:
         """The ranks that generate have the weights."""
 
-    def wait(self, step: int) -> None:
-        """There is nothing to wait for: `next` generates."""
+    def wait(self, step: int) -> bool:
+        """Return at once: `next` generates."""
+        return True
 
     def stats(self) -> dict[str, float]:
         return self.groups.stats()
@@ -50,11 +50,11 @@ class ColocatedSource:
         broken: Scores = {}
         with job.engine.policy(self.algorithm.rollout_policy), torch.no_grad():
             for part in chunks(members[first : first + count], job.recipe.engine.max_forward_batch):
-                trajectory = job.generate(
+                trajectory = job.sampler.generate(
+                    "rollout",
                     [m.prompt for m in part],
                     [m.noise_seed for m in part],
                     plan,
-                    purpose="rollout",
                     seeds=[m.seed for m in part],
                     conditional_frames=conditional_latents([m.group for m in part]),
                     shape=None if part[0].group.data is None else part[0].group.data.shape,  # one in an RL step

@@ -13,8 +13,12 @@ import torch
 from torch import Tensor
 
 from wfm_ds.algorithms import RlAlgorithm
+from wfm_ds.engine.forward import CountedForward
+from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.sampler import Sampler
+from wfm_ds.models.text_cache import TextCache
 from wfm_ds.pipes.worker import Progress
+from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.rollout.packing import ChunkWork
 from wfm_ds.rollout.publisher import Manifest
 from wfm_ds.rollout.weights import PolicyWeights
@@ -35,30 +39,43 @@ class Generated:
 class Generator:
     """Shared by a worker's lanes; `make` may be called from any of them."""
 
-    def __init__(self, sampler: Sampler, algorithm: RlAlgorithm, weights: PolicyWeights) -> None:
-        self.sampler, self.algorithm, self.weights = sampler, algorithm, weights
+    def __init__(
+        self,
+        model: DiffusionModel,
+        texts: TextCache,
+        settings: SamplingRecipe,
+        algorithm: RlAlgorithm,
+        weights: PolicyWeights,
+    ) -> None:
+        self._forward = CountedForward(model.denoise)
+        self.sampler = Sampler(model=model, texts=texts, settings=settings, forward=self._reported)
+        self.algorithm, self.weights = algorithm, weights
+        self._progress: Progress | None = None  # of the chunk in hand
         self._lock = threading.Lock()
 
     @torch.no_grad()
     def make(self, work: ChunkWork, manifest: Manifest, progress: Progress) -> Generated:
-        """All members as one batch under one publication. `progress` counts forwards."""
+        """Denoise and decode all members as one batch under one publication. `progress` counts forwards."""
         with self._lock:
+            self._progress = progress
+            self._forward.counts.clear()
             publication = self.weights.use(manifest)
-            model, done = self.sampler.model, 0
-
-            def velocity(latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None) -> Tensor:
-                nonlocal done
-                done += 1
-                progress(done, done)
-                return model.denoise(latents, sigma, conditioning, expert)
-
-            members = work.members
+            members = work.samples
             trajectory = self.sampler.generate(
+                "rollout",
                 [m.prompt for m in members],
                 [m.noise_seed for m in members],
                 self.algorithm.plan(work.step),
                 seeds=[m.seed for m in members],
-                velocity=velocity,
             )
             media, finite = self.sampler.media(trajectory.clean)
         return Generated(publication=publication, trajectory=trajectory, media=media, finite=finite)
+
+    def _reported(
+        self, purpose: str, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
+    ) -> Tensor:
+        """A forward of which the trainer hears: a chunk without progress is given to another worker."""
+        done = self._forward.counts.total() + 1
+        assert self._progress is not None
+        self._progress(done, done)
+        return self._forward(purpose, latents, sigma, conditioning, expert)

@@ -78,9 +78,8 @@ class PairGroups:
     ) -> None:
         """encode: clean latents [B, ...] float32 of samples, collective. num_conditional_frames: the
         smallest and the largest number of latent frames that a group is given."""
-        assert job.recipe.rollout is not None
         self.job, self.source, self.encode, self.num_conditional_frames = job, source, encode, num_conditional_frames
-        self.num_groups, size = job.recipe.rollout.prompts_per_step, job.recipe.rollout.group_size
+        self.num_groups, size = job.recipe.rl.rollout.prompts_per_step, job.recipe.rl.rollout.group_size
         first = job.world.dp_rank * job.derived.samples_per_rank
         self.mine = range(first // size, (first + job.derived.samples_per_rank - 1) // size + 1)
 

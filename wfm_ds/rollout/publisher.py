@@ -30,7 +30,7 @@ class PolicyFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a worker needs to know of a publication. `life` and `publication` name it; those of another life of the run
+    """A publication as workers hear of it. `life` and `publication` name it; those of another life of the run
     may have the same number and other weights."""
 
     life: str
@@ -44,7 +44,7 @@ class Manifest:
 
     @classmethod
     def of_json(cls, note: Mapping[str, Any]) -> Manifest:
-        """What `to_json` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        """The inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
         files = tuple(PolicyFile(name, num_bytes, sha256) for name, num_bytes, sha256 in note["files"])
         return cls(note["life"], note["publication"], note["folder"], files)
 
@@ -58,12 +58,11 @@ class Publisher:
 
     def __init__(self, job: Job, policy: str, life: str, hub: Hub | None) -> None:
         """Collective. `policy`: the one that samples. `hub`: on rank 0. What another life left is removed."""
-        assert job.recipe.rollout is not None
         self.job, self.policy, self.life, self.hub = job, policy, life, hub
         self.root = Path(job.world.broadcast(str(publications(job.recipe))))
         self.kept: list[Manifest] = []
         # The newest, the S before it that samples in hand may come from, and one that a worker may still be reading.
-        self.num_kept = job.recipe.rollout.max_staleness + 2
+        self.num_kept = job.recipe.rl.rollout.max_staleness + 2
         if hub is not None:
             shutil.rmtree(self.root, ignore_errors=True)
 
@@ -99,9 +98,8 @@ class Publisher:
 
 
 def publications(recipe: Recipe) -> Path:
-    """Where this run's are: the same for each of its lives on this machine, and for no other run."""
-    assert recipe.rollout is not None
-    output, folder = recipe.run.output_dir.absolute(), recipe.rollout.policy_folder
+    """The folder of this run's publications: the same for each life on this machine, another one for each run."""
+    output, folder = recipe.run.output_dir.absolute(), recipe.rl.rollout.policy_folder
     if folder is None:
         return output / POLICY
     own = hashlib.sha256(f"{socket.gethostname()}:{output}".encode()).hexdigest()
@@ -109,7 +107,7 @@ def publications(recipe: Recipe) -> Path:
 
 
 def remove_publications(recipe: Recipe) -> None:
-    """Once nobody reads them any more."""
+    """Remove the publications of a run that has ended."""
     shutil.rmtree(publications(recipe), ignore_errors=True)
 
 
@@ -129,7 +127,7 @@ def sha256(path: Path) -> str:
 
 
 def matches(folder: Path, files: Sequence[PolicyFile]) -> bool:
-    """Whether a folder holds exactly these bytes."""
+    """True if a folder holds exactly these bytes."""
     try:
         return all((folder / f.name).stat().st_size == f.num_bytes for f in files) and all(
             sha256(folder / f.name) == f.sha256 for f in files

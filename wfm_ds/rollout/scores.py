@@ -10,6 +10,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from wfm_ds.distributed.world import World
+from wfm_ds.models.sampler import finite_samples
 from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.types import MediaBatch, Prompt, Score
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from wfm_ds.run.job import Job
 
 Scores = dict[str, dict[str, Score]]
-"""By sample id and reward."""
+"""Scores by sample id and reward."""
 
 
 def submit_pictures(
@@ -26,13 +27,19 @@ def submit_pictures(
     """Decode latents [B, ...] to uint8 images [B,H,W,3] or videos [B,T,H,W,3] and send them to be scored; returns at
     once. The leader of a replica alone does: its other ranks get no media.
 
-    A sample whose latents are not finite is no picture: it is not sent, and its named failures are returned.
+    A sample whose latents are not finite is not sent; its named failures are returned.
     """
-    assert job.recipe.reward is not None
-    media, finite = job.media(latents)
-    names = [function.name for function in job.recipe.reward.functions]
+    media, finite = decoded(job, latents)
+    names = [function.name for function in job.recipe.rl.reward.functions]
     fps = job.recipe.sampling.fps if job.model.video else None
     return media, submit_media(rewards, names, media, finite, sample_ids, prompts, fps)
+
+
+def decoded(job: Job, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
+    """Decode on the leader of a replica (Sampler.media); its other ranks get no media, [0]. All know what is finite."""
+    if not job.world.is_leader:
+        return np.empty(0, np.uint8), finite_samples(latents)
+    return job.sampler.media(latents)
 
 
 def submit_media(

@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
@@ -21,10 +20,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from wfm_ds.errors import RecipeError, UserError
+from wfm_ds.errors import RecipeError
 from wfm_ds.pipes.client import PipeClient
 from wfm_ds.pipes.keys import ClientKeys, KeyFileError, client_keys
 from wfm_ds.pipes.worker import Answer, LeaseWorker, Progress, TaskFailed, TaskInHand
+from wfm_ds.program import program
 from wfm_ds.rollout import KIND
 
 if TYPE_CHECKING:
@@ -82,10 +82,13 @@ def _name(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    return program(parser(), run, argv)
+
+
+def run(args: argparse.Namespace) -> int:
     from wfm_ds.distributed.logs import quieten_libraries
     from wfm_ds.recipe import file as recipe_file
 
-    args = parser().parse_intermixed_args(argv)
     stop = threading.Event()
 
     def ask_to_stop(number: int, frame: FrameType | None) -> None:
@@ -95,14 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, ask_to_stop)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {args.name} %(levelname)s %(message)s")
     quieten_libraries()
-    try:
-        recipe = recipe_file.load(args.recipe, args.overrides)
-        if not recipe.is_async:
-            raise RecipeError(f"{args.recipe}: rollout.mode is not async: this run's ranks generate their own samples")
-        return work(recipe, args, stop)
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+    recipe = recipe_file.load(args.recipe, args.overrides)
+    if not recipe.is_async:
+        raise RecipeError(f"{args.recipe}: rollout.mode is not async: this run's ranks generate their own samples")
+    return work(recipe, args, stop)
 
 
 def work(recipe: Recipe, args: argparse.Namespace, stop: threading.Event) -> int:
@@ -113,7 +112,7 @@ def work(recipe: Recipe, args: argparse.Namespace, stop: threading.Event) -> int
         client.attach(ATTACH_S)
         info = client.kinds.get(KIND)
         if info is None:
-            raise RecipeError(f"{args.connect} is no trainer of an async run: give rollout/pipes.json of its output")
+            raise RecipeError(f"{args.connect} is not a trainer of an async run: give rollout/pipes.json of its output")
         generator = build_generator(recipe, args.device, client, info["identity"])
         return Lanes(recipe, generator, client, keys, info, args).run(stop)
     finally:
@@ -121,9 +120,8 @@ def work(recipe: Recipe, args: argparse.Namespace, stop: threading.Event) -> int
 
 
 def worker_keys(recipe: Recipe, folder: Path | None) -> ClientKeys | None:
-    """Those in `folder`, else the trainer's own where this machine has them. Raises KeyFileError."""
-    assert recipe.rollout is not None
-    own = recipe.rollout.keys
+    """The keys in `folder`, else the trainer's own if this machine has them. Raises KeyFileError."""
+    own = recipe.rl.rollout.keys
     if folder is not None:
         return client_keys(folder)
     if own is not None and not own.exists():
@@ -139,7 +137,6 @@ def build_generator(
     from wfm_ds.algorithms import build_rl
     from wfm_ds.distributed.world import threads_per_rank
     from wfm_ds.models.loading import chosen_device
-    from wfm_ds.models.sampler import Sampler
     from wfm_ds.models.text_cache import TextCache
     from wfm_ds.rollout.generator import Generator
     from wfm_ds.rollout.identity import identity, require_same
@@ -151,12 +148,12 @@ def build_generator(
     model = load_model(recipe, chosen_device(device), placed=True)
     require_same(identity_there, identity(recipe, model))
     store = recipe.data.cache_dir / "text" if recipe.data.cache_dir else None
-    sampler = Sampler(
-        model=model, texts=TextCache(model, store=TensorStore(store) if store else None), settings=recipe.sampling
-    )
-    algorithm = build_rl(recipe, model.sigmas(recipe.sampling.steps, sampler.latent_shape))
+    texts = TextCache(model, store=TensorStore(store) if store else None)
+    size = recipe.sampling
+    shape = model.latent_shape(size.height, size.width, size.num_frames)
+    algorithm = build_rl(recipe, model.sigmas(size.steps, shape))
     weights = PolicyWeights(model, client, lora=recipe.lora is not None)
-    return Generator(sampler, algorithm, weights)
+    return Generator(model, texts, size, algorithm, weights)
 
 
 class Lanes:
@@ -171,12 +168,11 @@ class Lanes:
         info: Mapping[str, Any],
         args: argparse.Namespace,
     ) -> None:
-        assert recipe.rollout is not None
         self.recipe, self.generator, self.client, self.args = recipe, generator, client, args
         self.info = info  # of the trainer that it was started for
         self.rewards_at = args.rewards or info["rewards"]
         self.rewards: list[RewardClient] = []
-        patience_s = recipe.rollout.timeout_s + 60.0
+        patience_s = recipe.rl.rollout.timeout_s + 60.0
         self.workers = [
             LeaseWorker(
                 info["workers"],
@@ -188,15 +184,14 @@ class Lanes:
                 watchdog_s=patience_s,
                 ends_process=False,
             )
-            for i in range(recipe.rollout.in_flight)
+            for i in range(recipe.rl.rollout.in_flight)
         ]
 
     def run(self, stop: threading.Event) -> int:
-        """Until asked to stop, dismissed, left alone by the trainer, or found by another one."""
+        """Work until asked to stop, dismissed, or left alone, or until another trainer is at the address."""
         from wfm_ds.rollout.rewards import RewardClient
 
-        reward = self.recipe.reward
-        assert reward is not None
+        reward = self.recipe.rl.reward
         threads = []
         try:
             for i, worker in enumerate(self.workers):
@@ -236,20 +231,19 @@ class Lanes:
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise TaskFailed(f"the task cannot be read: {type(error).__name__} {error}", fatal=True) from error
         made = self.generator.make(work, manifest, progress)
-        assert self.recipe.reward is not None
-        names = [function.name for function in self.recipe.reward.functions]
-        members, video = work.members, self.generator.sampler.model.video
+        names = [function.name for function in self.recipe.rl.reward.functions]
+        samples, video = work.samples, self.generator.sampler.model.video
         broken = submit_media(
             rewards,
             names,
             made.media,
             made.finite,
-            [m.sample_id for m in members],
-            [m.prompt for m in members],
+            [s.sample_id for s in samples],
+            [s.prompt for s in samples],
             self.recipe.sampling.fps if video else None,
         )
         layout, arrays = pack_trajectory(made.trajectory)
         scores = rewards.wait() | broken
-        packed = pack_scores({m.sample_id: scores[m.sample_id] for m in members}, MAX_FAILURE_CHARS)
+        packed = pack_scores({s.sample_id: scores[s.sample_id] for s in samples}, MAX_FAILURE_CHARS)
         meta = {"life": manifest.life, "publication": made.publication, "layout": layout, "scores": packed}
         return Answer(meta, arrays)

@@ -47,8 +47,8 @@ def memory(recipe: Recipe, denoiser: nn.Module, lora_targets: Sequence[str], wor
     stage = read_config(find_config(recipe.engine.deepspeed)).get("zero_optimization", {}).get("stage", 0)
     compute = BYTES[recipe.model.dtype]
     weights = (total + added) * compute / (world_size if stage == 3 else 1)
-    # From ZeRO-2 on they are accumulated in float32, and at stage 1 in the compute dtype (recipe/deepspeed.py).
-    gradients = trained * (4 if stage >= 2 else compute) / (world_size if stage >= 2 else 1)
+    # Summed in float32 at every stage (engine/accumulation.py), and cut over the ranks from ZeRO-2 on.
+    gradients = trained * 4 / (world_size if stage >= 2 else 1)
     # Master weights and two Adam moments in float32, and each further policy as a float32 copy cut like the masters.
     policies = rl_policies(recipe) if recipe.is_rl else frozenset[str]()
     copies = int(recipe.ema is not None) + len(policy_copies(policies, lora=recipe.lora is not None))

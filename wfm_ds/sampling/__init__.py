@@ -1,0 +1,1 @@
+"""Denoising as plain arithmetic: noise levels, plans of steps, solvers, and keyed noise."""

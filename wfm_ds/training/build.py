@@ -27,8 +27,8 @@ from wfm_ds.rollout.source import async_source
 from wfm_ds.run.folder import Start
 from wfm_ds.run.job import Job
 from wfm_ds.training.caches import drop_idle_encoders, latent_cache, needed_texts, text_cache
-from wfm_ds.training.rl import RlTrainer
-from wfm_ds.training.sft import SftTrainer, ValidationLoss, clean_latents
+from wfm_ds.training.rl import RlLoop
+from wfm_ds.training.sft import SftLoop, ValidationLoss, clean_latents
 from wfm_ds.training.validation import Validator
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def rl_algorithm(recipe: Recipe, model: DiffusionModel) -> RlAlgorithm | None:
 
 def supervision(
     job: Job, data: TrainingData, exporter: Exporter, checkpoints: Checkpoints, resources: contextlib.ExitStack
-) -> SftTrainer:
+) -> SftLoop:
     recipe, world = job.recipe, job.world
     buckets = buckets_of(recipe, job.model)
     batches = {"global_batch": job.derived.samples_per_step, "unit": recipe.engine.micro_batch_size}
@@ -145,7 +145,7 @@ def supervision(
     places = world.checked(lambda: [buckets.index_of(sample.media) for sample in held_out], on="leaders")
     framings = [buckets.framings[place] for place in world.share(places)]
     loss = ValidationLoss(job, held_out, framings) if held_out else None
-    return SftTrainer(job, source, Validator(job, data.shown, loss=loss), exporter, checkpoints)
+    return SftLoop(job, source, Validator(job, data.shown, loss=loss), exporter, checkpoints)
 
 
 def reinforcement(
@@ -156,9 +156,8 @@ def reinforcement(
     checkpoints: Checkpoints,
     endpoint: str | None,
     resources: ExitStack,
-) -> RlTrainer:
-    recipe, reward = job.recipe, job.recipe.reward
-    assert reward is not None
+) -> RlLoop:
+    recipe, reward = job.recipe, job.recipe.rl.reward
     assert endpoint is not None
     run = recipe.run.output_dir.name
     rewards = job.world.checked(lambda: RewardClient(endpoint, reward, run=run, client=f"rank{job.world.rank}"))
@@ -169,14 +168,13 @@ def reinforcement(
         if recipe.is_async
         else ColocatedSource(job, groups, rewards, algorithm)
     )
-    return RlTrainer(job, algorithm, source, Validator(job, data.shown, rewards=rewards), exporter, checkpoints)
+    return RlLoop(job, algorithm, source, Validator(job, data.shown, rewards=rewards), exporter, checkpoints)
 
 
 def group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources: ExitStack) -> GroupSource:
     """Groups about the data's media, or about prompts where it has no media."""
     recipe, seed = job.recipe, job.recipe.run.seed
-    assert recipe.rollout is not None
-    num_groups = recipe.rollout.prompts_per_step
+    num_groups = recipe.rl.rollout.prompts_per_step
     if not data.samples:
         return PromptGroups(PromptOrder(data.prompts, seed=seed, shuffle=recipe.data.shuffle), num_groups)
     # The rollouts of a step and their data have one size.
@@ -190,4 +188,4 @@ def group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources
         cached=job.cached_latents,
     )
     resources.callback(source.close)
-    return PairGroups(job, source, functools.partial(clean_latents, job), algorithm.num_conditional_frames)
+    return PairGroups(job, source, functools.partial(clean_latents, job), algorithm.settings.num_conditional_frames)

@@ -81,7 +81,7 @@ def needed_texts(recipe: Recipe, model: DiffusionModel, data: TrainingData) -> l
     texts: list[Text] = [prompt.text for prompt in prompts]
     if data.samples and recipe.data.caption_dropout > 0:
         texts.append(NegativeText(""))
-    if recipe.sampling.guidance_scale != 1:
+    if recipe.sampling.is_guided():
         texts += negatives(model, recipe.sampling, [*data.prompts, *shown])
     return list(dict.fromkeys(texts))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,11 +13,12 @@ from wfm_ds.checkpoint.store import Save
 from wfm_ds.checkpoint.target import ExportTarget
 from wfm_ds.run.job import Job
 from wfm_ds.run.layout import CHECKPOINTS
+from wfm_ds.training.outcome import Agreed
 
 log = logging.getLogger(__name__)
 
 
-class Loop(Protocol):
+class Resumable(Protocol):
     """What a training loop is to its checkpoints."""
 
     step: int  # the last one done
@@ -26,7 +28,7 @@ class Loop(Protocol):
         all call it."""
         ...
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Take up what `state` gave."""
         ...
 
@@ -40,7 +42,7 @@ class Checkpoints:
         self._saved_at: int | None = None  # the step of the last save that was begun
         self._saving: Save | None = None
 
-    def restore(self, loop: Loop, source: Path) -> None:
+    def restore(self, loop: Resumable, source: Path) -> None:
         """Before the first step: engine and loop as they were in this checkpoint."""
         found = store.read(source)
         assert found is not None, "it was complete a moment ago"
@@ -49,22 +51,25 @@ class Checkpoints:
             self._saved_at = loop.step
         self.job.monitor.message(f"continues after step {loop.step} from {source}")
 
-    def after_step(self, loop: Loop) -> None:
+    @property
+    def is_writing(self) -> bool:
+        """Tell if a thread of this rank still writes its share of the last checkpoint."""
+        return self._saving is not None and not self._saving.share_is_written()
+
+    def after_step(self, loop: Resumable, agreed: Agreed) -> None:
         """Save, when the recipe says so or SIGUSR1 did. After the step's metrics are written: they belong to the
         checkpoint.
 
         The step waits only until its state is on the host; a thread writes it, and a later step finds it written.
         """
-        writing = self._saving is not None and not self._saving.share_is_written()
-        anywhere = self.job.world.maxima({"writing": float(writing), "asked": float(self.job.stop.take_save())})
-        if not anywhere["writing"]:
+        if not agreed.writing:
             self.finish()
         every, step = self.settings.every, loop.step
         due = every > 0 and (step % every == 0 or step == self.job.recipe.run.steps)
-        if due or anywhere["asked"]:
+        if due or agreed.save:
             self._begin(loop)
 
-    def at_stop(self, loop: Loop) -> None:
+    def at_stop(self, loop: Resumable) -> None:
         """Save, whatever the interval, and wait for it."""
         if self._saved_at != loop.step:
             self._begin(loop)
@@ -79,7 +84,7 @@ class Checkpoints:
             if self.job.mirror is not None:
                 self.job.mirror.wake()
 
-    def _begin(self, loop: Loop) -> None:
+    def _begin(self, loop: Resumable) -> None:
         self.finish()
         job = self.job
         with job.timer("checkpoint"):

@@ -3,7 +3,7 @@
 Counts are those of one rank, equal on all ranks (those of a replica run each forward together), and exact as long as
 every optimizer step is applied. With two experts a micro-batch holds terms of one, so an update may run one forward
 more of each purpose; with `data.buckets` a validation loss runs a forward more for each further size. The names are
-those of `Job.forwards`.
+those of `CountedForward.counts`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from wfm_ds.algorithms.sft import NUM_BUCKETS
-from wfm_ds.recipe.algorithms import DdrlAlgorithm, RlSettings
 
 if TYPE_CHECKING:
     from wfm_ds.algorithms import RlAlgorithm
@@ -79,7 +78,7 @@ def rl_step(
     rollout = seen_by(policy, in_batches(derived.samples_per_rank, recipe.engine.max_forward_batch, times))
     terms = num_terms(recipe, derived)
     calls = math.ceil(terms / recipe.engine.micro_batch_size)
-    trained = Forwards(calls, terms + num_data(recipe, terms))  # a term and its data share a forward
+    trained = Forwards(calls, terms + algorithm.settings.num_data(terms))  # a term and its data share a forward
     compared = Forwards(folded_calls(terms, recipe.engine.micro_batch_size, recipe.engine.max_forward_batch), terms)
 
     parts = [] if recipe.is_async else [{"rollout": rollout}]
@@ -106,19 +105,9 @@ def equal_policies(algorithm: RlAlgorithm, derived: Derived, step: int) -> set[s
 
 def num_terms(recipe: Recipe, derived: Derived) -> int:
     """Terms of one optimizer step on one rank."""
-    algorithm, rollout = recipe.algorithm, recipe.rollout
-    assert isinstance(algorithm, RlSettings)
-    assert rollout is not None
+    algorithm, rollout = recipe.rl.algorithm, recipe.rl.rollout
     kept = algorithm.best_of_n or rollout.group_size
     return math.ceil(derived.terms_per_rank * kept / rollout.group_size)
-
-
-def num_data(recipe: Recipe, terms: int) -> int:
-    """Samples of data that are trained on beside this many terms (DDRL)."""
-    algorithm = recipe.algorithm
-    if not isinstance(algorithm, DdrlAlgorithm) or algorithm.data_beta == 0:
-        return 0
-    return terms // len(algorithm.train_on) if algorithm.data_on_first_only else terms
 
 
 def evaluations(plan: Plan) -> list[float]:
@@ -166,7 +155,7 @@ def evaluation(
 
 def guided_by(recipe: Recipe, expert_of: Callable[[float], int] = lambda sigma: 0) -> Guided:
     """Where the recipe's guidance runs, by noise level. `expert_of`: the expert there (DiffusionModel.expert_of)."""
-    return lambda sigma: recipe.sampling.guidance_of(expert_of(sigma)) != 1
+    return lambda sigma: recipe.sampling.is_guided(expert_of(sigma))
 
 
 def part_of(forwards: Forwards, share: float) -> Forwards:

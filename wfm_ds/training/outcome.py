@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from wfm_ds.errors import RunError
@@ -15,6 +16,34 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_NONFINITE_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a step did, the same on every rank."""
+
+    step: Mapping[str, float]  # metrics of the step as a whole
+    updates: Sequence[Mapping[str, float]]  # metrics of each of its optimizer steps
+    samples: int  # that it trained on
+
+    @property
+    def lines(self) -> list[Mapping[str, float]]:
+        """Metrics by optimizer step; the first has those of the whole step too."""
+        return [{**self.step, **self.updates[0]}, *self.updates[1:]]
+
+    @property
+    def last(self) -> Mapping[str, float]:
+        """The last value of each metric."""
+        return {**self.step, **self.updates[-1]}
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What some rank knew when a step ended, and all know since: decisions that they must take together."""
+
+    stop: bool  # asked to stop
+    save: bool  # asked for a checkpoint
+    writing: bool  # its share of the last checkpoint is not on disk yet
 
 
 class FiniteSteps:
@@ -45,21 +74,31 @@ def engine_metrics(job: Job, result: StepResult) -> dict[str, float]:
     }
 
 
-def finish_step(job: Job, step: int, updates: Sequence[Mapping[str, float]], *, samples: int) -> None:
-    """Write the metrics of a step's optimizer steps, one line each; collective.
+def finish_step(job: Job, step: int, report: StepReport, *, writing: bool) -> Agreed:
+    """Write the metrics of a step's optimizer steps, one line each; collective, in one exchange.
 
-    The first line also has the times, counts and speed of the whole step.
+    The first line also has the times, counts and speed of the whole step. writing: this rank's share of a checkpoint is
+    not on disk yet.
     """
-    times = job.timer.collect(job.world)
-    counts = {f"perf/forwards_{name}": float(count) for name, count in sorted(job.forwards.items())}
-    job.forwards.clear()
+    first, *others = report.lines
+    times, agreed = agree(job, job.timer.lap(), writing=writing)
+    counts = {f"perf/forwards_{name}": float(count) for name, count in sorted(job.forward.counts.items())}
+    job.forward.counts.clear()
     speed = {
-        "perf/samples_per_s": samples / times["time/step"],
-        "perf/samples_per_s_per_gpu": samples / times["time/step"] / job.world.size,
+        "perf/samples_per_s": report.samples / times["time/step"],
+        "perf/samples_per_s_per_gpu": report.samples / times["time/step"] / job.world.size,
     }
     first_update = (step - 1) * job.derived.updates_per_step + 1
-    for update, metrics in enumerate([{**updates[0], **times, **counts, **speed}, *updates[1:]], first_update):
+    for update, metrics in enumerate([{**first, **times, **counts, **speed}, *others], first_update):
         job.monitor.scalars(update, metrics)
-    headline = next((m for m in ("reward/total/mean", "sft/loss", "loss/total") if m in updates[0]), None)
-    note = f"{headline} {updates[0][headline]:.4f}" if headline else ""
-    job.monitor.progress(step, samples=samples, note=note)
+    headline = next((m for m in ("reward/total/mean", "sft/loss", "loss/total") if m in first), None)
+    note = f"{headline} {first[headline]:.4f}" if headline else ""
+    job.monitor.progress(step, samples=report.samples, note=note)
+    return agreed
+
+
+def agree(job: Job, times: Mapping[str, float], *, writing: bool) -> tuple[dict[str, float], Agreed]:
+    """The times of the slowest rank, and what all ranks must agree on; collective."""
+    flags = {"save": job.stop.take_save(), "stop": job.stop.is_set, "writing": writing}
+    largest = job.world.maxima({**times, **flags})
+    return {name: largest[name] for name in times}, Agreed(**{name: largest[name] > 0 for name in flags})

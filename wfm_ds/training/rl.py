@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,15 +14,14 @@ from wfm_ds.algorithms.advantages import Advantages, reward_stats, reward_warnin
 from wfm_ds.algorithms.batch import Term
 from wfm_ds.algorithms.terms import keyed_permutation
 from wfm_ds.errors import RunError
-from wfm_ds.monitoring.meter import Meter
 from wfm_ds.rollout.base import Source
 from wfm_ds.rollout.members import StepRollouts
 from wfm_ds.run.job import Job
-from wfm_ds.run.result import Outcome
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
+from wfm_ds.training.loop import Loop
 from wfm_ds.training.micro import MicroBatch, MicroBatches, cut, folded, level
-from wfm_ds.training.outcome import FiniteSteps, engine_metrics, finish_step
+from wfm_ds.training.outcome import StepReport, engine_metrics
 from wfm_ds.training.validation import Validator
 from wfm_ds.types import Score
 
@@ -33,8 +32,8 @@ NUM_REASONS = 5  # of failed rewards, named in a log line
 DISTANCE_EVERY = 10
 
 
-class RlTrainer:
-    """Trains `job.engine` by rollouts of `source`; one step is one RL step of `updates_per_step` optimizer steps."""
+class RlLoop(Loop):
+    """One step is one RL step: samples of `source`, their rewards, and `updates_per_step` optimizer steps."""
 
     def __init__(
         self,
@@ -45,66 +44,53 @@ class RlTrainer:
         exporter: Exporter,
         checkpoints: Checkpoints,
     ) -> None:
-        assert job.recipe.reward is not None
-        self.job, self.algorithm, self.source, self.validator = job, algorithm, source, validator
-        self.exporter, self.checkpoints = exporter, checkpoints
-        self.reward = job.recipe.reward
-        self.meter, self.finite = Meter(), FiniteSteps()
-        self.step = 0
-        self.metrics: dict[str, float] = {}  # of the last step
-        self.failing_steps = 0
+        super().__init__(job, validator, exporter, checkpoints)
+        self.algorithm, self.source = algorithm, source
+        self.reward = job.recipe.rl.reward
+        self.failing_steps = 0  # in a row
         # Policies whose weights are the trained ones, so that their predictions are too. The one that rolls out starts
         # as a copy of them.
         self.current = {algorithm.rollout_policy}
         self.moved_at = 0  # the optimizer step after which copies moved last
 
-    def run(self) -> Outcome:
-        job = self.job
+    def begin(self) -> None:
         self.source.publish(self.step)
-        self.validator.at_start(self.step)
-        job.monitor.progress(self.step, samples=0)
-        while self.step < job.recipe.run.steps:
-            self.source.wait(self.step + 1)
-            if job.should_stop():
-                self.checkpoints.at_stop(self)
-                return Outcome("preempted", self.step, self.metrics)
-            self.step += 1
-            with job.timer("rollout"):
-                rollouts = self.source.next(self.step)
-            with job.timer("reward_wait"):
-                scores = self.source.scores(rollouts)
-            advantages, judged = self.judge(rollouts, scores)
-            parts = [self.levelled(p) for p in self.algorithm.updates(rollouts, advantages.values, self.step)]
-            recalled = self.recall(parts, rollouts)
-            updates = [self.train_step(terms, rollouts, old) for terms, old in zip(parts, recalled, strict=True)]
-            judged |= self.move_policies()
-            self.source.publish(self.step)
-            self.validator.after_step(self.step)
-            self.exporter.after_step(self.step)
-            finish_step(job, self.step, [judged | updates[0], *updates[1:]], samples=int(judged["rollout/samples"]))
-            self.metrics = judged | updates[-1]
-            self.checkpoints.after_step(self)
-        return Outcome("finished", self.step, self.metrics)
+        super().begin()
 
-    def state(self) -> dict[str, Any]:
-        """For a checkpoint. Prompts, noise and noise levels follow from the step alone."""
+    def wait(self, step: int) -> bool:
+        return self.source.wait(step)
+
+    def train_on(self, step: int) -> StepReport:
+        with self.job.timer("rollout"):
+            rollouts = self.source.next(step)
+        with self.job.timer("reward_wait"):
+            scores = self.source.scores(rollouts)
+        advantages, judged = self.judge(rollouts, scores)
+        updates = [self.levelled(terms) for terms in self.algorithm.updates(rollouts, advantages.values, step)]
+        if not any(updates):  # levelled: all ranks have as many
+            log.warning(
+                "step %d: no sample of this step teaches anything: each failed, or was rewarded like all of its group",
+                step,
+            )
+        recalled = self.recall(updates, rollouts)
+        metrics = [self.optimize(terms, rollouts, old) for terms, old in zip(updates, recalled, strict=True)]
+        judged |= self.move_policies()
+        self.source.publish(step)  # the samples to come may be of these weights
+        return StepReport(judged, metrics, samples=int(judged["rollout/samples"]))
+
+    def own_state(self) -> dict[str, Any]:
+        """Prompts, noise and noise levels follow from the step alone."""
         return {
-            "step": self.step,
-            "metrics": self.metrics,
             "failing_steps": self.failing_steps,
-            "nonfinite_in_a_row": self.finite.in_a_row,
             "current": sorted(self.current),
             "moved_at": self.moved_at,
             "groups": self.source.groups.state(),
-            "validator": self.validator.state(),
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        self.step, self.metrics = state["step"], state["metrics"]
-        self.failing_steps, self.finite.in_a_row = state["failing_steps"], state["nonfinite_in_a_row"]
+    def restore_own(self, state: Mapping[str, Any]) -> None:
+        self.failing_steps = state["failing_steps"]
         self.current, self.moved_at = set(state["current"]), state["moved_at"]
         self.source.groups.restore(state["groups"])
-        self.validator.restore(state["validator"])
 
     def judge(self, rollouts: StepRollouts, scores: Sequence[dict[str, Score]]) -> tuple[Advantages, dict[str, float]]:
         """Advantages of all samples, equal on every rank, and the reward metrics of the step."""
@@ -148,9 +134,11 @@ class RlTrainer:
             size = self.job.recipe.engine.micro_batch_size
             return [[], *(self.predictions("old", self.micro_batches(terms, rollouts), size) for terms in parts[1:])]
 
-    def train_step(self, terms: Sequence[Term], rollouts: StepRollouts, recalled: list[Tensor]) -> dict[str, float]:
-        """One optimizer step on these terms of this replica, levelled."""
+    def optimize(self, terms: Sequence[Term], rollouts: StepRollouts, recalled: list[Tensor]) -> dict[str, float]:
+        """One optimizer step on these terms of this replica, levelled; its metrics. Without any nothing moves."""
         job, engine = self.job, self.job.engine
+        if not terms:  # on any rank
+            return engine_metrics(job, engine.skip())
         # Counted over all replicas before the first backward: one denominator for all micro-batches.
         num_terms = int(job.world.replica_sums({"terms": sum(t.weight for t in terms)})["terms"])
         micros = self.micro_batches(terms, rollouts)
@@ -168,8 +156,7 @@ class RlTrainer:
             if result.applied:
                 engine.update_ema()
                 self.current.clear()
-        if num_terms > 0:
-            self.finite.watch(result, [rollouts.mine[t.row].sample_id for t in terms])
+        self.finite.watch(result, [rollouts.mine[t.row].sample_id for t in terms])
         metrics = self.meter.collect(job.world)
         self.algorithm.review(metrics)
         return metrics | engine_metrics(job, result)
@@ -213,9 +200,9 @@ class RlTrainer:
 
     def velocity(self, purpose: str, micro: MicroBatch) -> Tensor:
         """The prediction that the rollout sampled with, guided like it."""
-        job, batch = self.job, micro.batch
-        conditioning, contrast = job.conditionings(batch.prompts, batch.conditional_frames)
-        return job.guided_velocity(purpose, batch.latents, batch.sigma, conditioning, contrast, micro.expert)
+        sampler, batch = self.job.sampler, micro.batch
+        conditions = sampler.conditions(batch.prompts, batch.conditional_frames)
+        return sampler.velocity(purpose, batch.latents, batch.sigma, conditions, micro.expert)
 
     def move_policies(self) -> dict[str, float]:
         """The copies that follow the trained weights, at the end of an RL step."""

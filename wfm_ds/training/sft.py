@@ -30,68 +30,48 @@ from wfm_ds.models.conditional_frames import MASK, with_conditional_frames
 from wfm_ds.monitoring.meter import Meter
 from wfm_ds.recipe.algorithms import SftAlgorithm
 from wfm_ds.run.job import Job
-from wfm_ds.run.result import Outcome
 from wfm_ds.sampling.noise import noisy_latents, seeded_normal
 from wfm_ds.seeds import derive_seed, uniform
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
-from wfm_ds.training.outcome import FiniteSteps, engine_metrics, finish_step
+from wfm_ds.training.loop import Loop
+from wfm_ds.training.outcome import StepReport, engine_metrics
 from wfm_ds.training.validation import Validator
 
 
-class SftTrainer:
-    """Trains `job.engine` on `source`; one step is one optimizer step."""
+class SftLoop(Loop):
+    """One step is one optimizer step on a batch of `source`."""
 
     def __init__(
         self, job: Job, source: BatchSource, validator: Validator, exporter: Exporter, checkpoints: Checkpoints
     ) -> None:
-        assert isinstance(job.recipe.algorithm, SftAlgorithm)
-        self.job, self.source, self.validator = job, source, validator
-        self.exporter, self.checkpoints = exporter, checkpoints
-        self.settings = job.recipe.algorithm
+        super().__init__(job, validator, exporter, checkpoints)
+        self.source = source
+        self.settings = job.recipe.sft
         self.shift = self.settings.flow_shift or job.model.flow_shift
         self.bands = density_bands(self.settings, self.shift, job.model.sigma_ranges)
-        self.meter, self.finite = Meter(), FiniteSteps()
-        self.step = 0
-        self.metrics: dict[str, float] = {}  # of the last step
 
-    def run(self) -> Outcome:
+    def wait(self, step: int) -> bool:
+        """Return at once: the data are read ahead, and `train_on` waits for them."""
+        return True
+
+    def train_on(self, step: int) -> StepReport:
         job, world = self.job, self.job.world
-        self.validator.at_start(self.step)
-        job.monitor.progress(self.step, samples=0)
-        while self.step < job.recipe.run.steps:
-            if job.should_stop():
-                self.checkpoints.at_stop(self)
-                return Outcome("preempted", self.step, self.metrics)
-            self.step += 1
-            with job.timer("data_wait"):
-                samples = read_once(world, lambda: self.source.batch(self.step, world.dp_rank, world.dp_size))
-            with job.timer("train"):
-                self.metrics = self.train_step(samples)
-            self.metrics |= self.source.bad_counts(world.replica_sums)
-            self.validator.after_step(self.step)
-            self.exporter.after_step(self.step)
-            finish_step(job, self.step, [self.metrics], samples=job.derived.samples_per_step)
-            self.checkpoints.after_step(self)
-        return Outcome("finished", self.step, self.metrics)
+        with job.timer("data_wait"):
+            samples = read_once(world, lambda: self.source.batch(step, world.dp_rank, world.dp_size))
+        with job.timer("train"):
+            metrics = self.optimize(samples)
+        return StepReport(self.source.bad_counts(world.replica_sums), [metrics], job.derived.samples_per_step)
 
-    def state(self) -> dict[str, Any]:
-        """For a checkpoint. The batches follow from the step alone."""
-        return {
-            "step": self.step,
-            "metrics": self.metrics,
-            "nonfinite_in_a_row": self.finite.in_a_row,
-            "sources": self.job.world.replica_gather(self.source.state()),
-            "validator": self.validator.state(),
-        }
+    def own_state(self) -> dict[str, Any]:
+        """The batches follow from the step alone."""
+        return {"sources": self.job.world.replica_gather(self.source.state())}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        self.step, self.metrics = state["step"], state["metrics"]
-        self.finite.in_a_row = state["nonfinite_in_a_row"]
+    def restore_own(self, state: Mapping[str, Any]) -> None:
         self.source.restore_from_ranks(state["sources"], self.job.world.dp_rank, self.job.world.dp_size)
-        self.validator.restore(state["validator"])
 
-    def train_step(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
+    def optimize(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
+        """One optimizer step on this replica's samples."""
         engine = self.job.engine
         micros = chunks(samples, self.job.recipe.engine.micro_batch_size)
         # The same experts on all ranks: each of their collectives needs all of them.
@@ -126,7 +106,7 @@ class SftTrainer:
         conditioning = job.texts.encode([self.caption(sample) for sample in samples])
         draws = [uniform(seed, "conditional_frames", sample.epoch, sample.sample_id) for sample in samples]
         conditioning, conditional_mask = with_drawn_frames(self.settings, conditioning, clean, draws)
-        velocity = job.velocity("policy", noisy_latents(clean, noise, sigma_B), sigma_B, conditioning, expert)
+        velocity = job.forward("policy", noisy_latents(clean, noise, sigma_B), sigma_B, conditioning, expert)
         weighting = self.settings.loss_weighting
         return flow_loss(velocity, clean, noise, sigma_B, weighting, conditional_mask=conditional_mask), sigma_B
 
@@ -180,9 +160,8 @@ class ValidationLoss:
 
     def __init__(self, job: Job, samples: Sequence[Sample], framings: Sequence[Framing]) -> None:
         """`framings`: of each sample."""
-        assert isinstance(job.recipe.algorithm, SftAlgorithm)
         self.job, self.samples, self.framings = job, samples, framings
-        self.settings = job.recipe.algorithm
+        self.settings = job.recipe.sft
         self.shift = self.settings.flow_shift or job.model.flow_shift
         self.sigmas = validation_sigmas(self.shift).tolist()
 
@@ -225,7 +204,7 @@ class ValidationLoss:
         conditioning = job.texts.encode([s.prompt.text for s in samples])
         draws = [uniform(0, "validation_conditional_frames", s.id, j) for s, (_, j) in zip(samples, terms, strict=True)]
         conditioning, conditional_mask = with_drawn_frames(self.settings, conditioning, clean, draws)
-        velocity = job.velocity("validation", noisy_latents(clean, noise, sigma_B), sigma_B, conditioning, expert)
+        velocity = job.forward("validation", noisy_latents(clean, noise, sigma_B), sigma_B, conditioning, expert)
         return flow_loss(velocity, clean, noise, sigma_B, conditional_mask=conditional_mask), sigma_B
 
     def latents(self, index: int) -> Tensor:

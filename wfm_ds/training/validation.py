@@ -14,7 +14,7 @@ import torch
 from wfm_ds.chunks import chunks
 from wfm_ds.monitoring.samples import ShownSample, write_samples
 from wfm_ds.rollout.rewards import RewardClient
-from wfm_ds.rollout.scores import Scores, gather_scores, submit_pictures
+from wfm_ds.rollout.scores import Scores, decoded, gather_scores, submit_pictures
 from wfm_ds.run.job import Job
 from wfm_ds.types import Prompt, Score
 
@@ -48,7 +48,7 @@ class Validator:
         if self.job.recipe.validation.at_start and step == 0 and self._evaluated_at != 0:
             self.evaluate(0)
         self.job.timer.restart()
-        self.job.forwards.clear()
+        self.job.forward.counts.clear()
 
     def state(self) -> dict[str, Any]:
         """The last evaluation, as JSON."""
@@ -101,20 +101,16 @@ class Validator:
         plan = job.sampler.evaluation_plan()
         for part in chunks(mine, job.recipe.engine.max_forward_batch):
             chosen = [items[k % len(items)] for k in part]
-            latents = job.generate(
-                [prompt for prompt, _ in chosen],
-                [seed for _, seed in chosen],
-                plan,
-                purpose="validation",
-            ).clean
+            prompts, seeds = [prompt for prompt, _ in chosen], [seed for _, seed in chosen]
+            latents = job.sampler.generate("validation", prompts, seeds, plan).clean
             if scored:
                 assert self.rewards is not None
                 # Items beyond the last are repeats that keep replicas equal: scored under ids that nobody asks for.
                 ids = [f"val/{step}/{k}" for k in part]
-                media, broken = submit_pictures(job, self.rewards, latents, ids, [prompt for prompt, _ in chosen])
+                media, broken = submit_pictures(job, self.rewards, latents, ids, prompts)
                 self._broken |= broken
             else:
-                media, _ = job.media(latents)
+                media, _ = decoded(job, latents)
             shown += list(media[: min(wanted, share) - len(shown)])
         if wanted <= share or not world.is_leader:  # rank 0 has them all; what the others return is not used
             return shown

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wfm_reward.web.npy import read_npy
-from wfm_reward.web.problem import malformed
+from wfm_reward.web.problem import check_encodable, malformed
 from wfm_reward.web.request import ScoreRequest
 
 LINE_BYTES = 4 * 2**20
@@ -22,9 +22,10 @@ LATENTS = "latent"
 
 
 def parse_enqueue(body: memoryview) -> ScoreRequest:
-    """Raises Problem. `media_type`: image uint8 [B,H,W,3], video uint8 [B,3,T,H,W], or latent (also where it is absent)
-    float16, float32, or bfloat16 seen as uint8 with the last axis doubled, [B,C,T,h,w].
+    """Return the checked request. Raises HttpProblem.
 
+    `media_type`: image uint8 [B,H,W,3], video uint8 [B,3,T,H,W], or latent (also where it is absent) float16, float32,
+    or bfloat16 seen as uint8 with the last axis doubled, [B,C,T,h,w].
     Other keys: prompts, reward_fn {name: weight} of which those above 0 count, video_infos [{video_fps or fps}],
     geneval_tags, geneval_includes, and metadata, a map for each item.
     """
@@ -58,6 +59,7 @@ def _first_line(body: memoryview) -> tuple[dict[str, Any], memoryview]:
         raise malformed(f"the first line is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise malformed("the first line is not a JSON object")
+    check_encodable(fields)
     return fields, body[len(line) + 1 :]
 
 

@@ -1,4 +1,4 @@
-"""Arrays from strangers: the .npy format, read without pickle and without believing what its header says."""
+"""Arrays of clients: the .npy format, read without pickle and without believing what its header says."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wfm_reward.web.problem import Problem, malformed
+from wfm_reward.web.problem import HttpProblem, malformed
 
 MAGIC = b"\x93NUMPY"
 HEADER_BYTES = 4096
@@ -20,19 +20,19 @@ DTYPES = ("uint8", "float16", "float32")
 def read_npy(data: memoryview) -> npt.NDArray[Any]:
     """A view of `data`, which holds one array as numpy.save writes it. Nothing is allocated.
 
-    Raises Problem: 415 for what is not .npy, 422 for an array of objects, of another dtype than DTYPES, in Fortran
+    Raises HttpProblem: 415 for what is not .npy, 422 for an array of objects, of another dtype than DTYPES, in Fortran
     order, or whose bytes are not those that its header promises.
     """
     if bytes(data[: len(MAGIC)]) != MAGIC:
         hint = " (this looks like torch.save)" if bytes(data[:2]) in (b"PK", b"\x80\x02") else ""
-        raise Problem(415, "not_npy", f"the body after its first line is not .npy{hint}: write it with numpy.save")
+        raise HttpProblem(415, "not_npy", f"the body after its first line is not .npy{hint}: write it with numpy.save")
     head = io.BytesIO(data[: HEADER_BYTES + 16])
     try:
         version = np.lib.format.read_magic(head)
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
         shape, fortran, dtype = read(head, max_header_size=HEADER_BYTES)
-    except (ValueError, KeyError, TypeError, SyntaxError, EOFError) as error:
-        raise malformed(f"the .npy header cannot be read: {error}") from error
+    except Exception as error:
+        raise malformed(f"the .npy header cannot be read: {' '.join(str(error).split())[:100]}") from error
     if dtype.hasobject or dtype.name not in DTYPES or not dtype.isnative:
         raise malformed(f"an array of {str(dtype)[:40]}; send one of {', '.join(DTYPES)}, little endian")
     if fortran or len(shape) > MAX_DIMENSIONS or not all(0 < n < 2**31 for n in shape):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import json
 from collections.abc import Callable, Sequence
@@ -12,12 +11,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from wfm_reward.web.problem import malformed
+from wfm_reward.web.problem import HttpProblem, check_encodable, malformed
 from wfm_reward.web.request import ScoreRequest
 
 Take: TypeAlias = Callable[[int], None]
 
 KEYS = {"prompt", "image", "video", "rewards", "metadata", "fps", "timeout_s"}
+MAX_ITEMS = 4096
+MAX_VALUES = 500_000  # of the JSON, counted by its signs: an empty list takes two bytes there, and 64 in memory
 # Files that hold their own frames: some others of FFmpeg's open further files (ffconcat) or sockets (sdp).
 OPTIONS = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,gif"}
 
@@ -25,11 +26,13 @@ OPTIONS = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,gif"}
 def parse_compute(body: memoryview, take: Take) -> tuple[ScoreRequest, float | None]:
     """The request, and its own time limit. `image`: base64 PNG or JPEG, one an item; or `video`: a list of such frames,
     or base64 MP4, WebM, Matroska or GIF, one an item. `take` is told the bytes of decoded media before they are
-    allocated. Raises Problem, and what `take` raises."""
+    allocated. Raises HttpProblem, and what `take` raises."""
     fields = _fields(body)
     prompts, images, videos = fields.get("prompt"), fields.get("image"), fields.get("video")
     if not isinstance(prompts, list) or not prompts or not all(isinstance(p, str) for p in prompts):
         raise malformed("`prompt` must be a list of texts")
+    if len(prompts) > MAX_ITEMS:
+        raise malformed(f"{len(prompts)} prompts; send {MAX_ITEMS} at most")
     if (images is None) == (videos is None):
         raise malformed("send `image` or `video`")
     given = images if videos is None else videos
@@ -44,6 +47,7 @@ def parse_compute(body: memoryview, take: Take) -> tuple[ScoreRequest, float | N
         or not all(isinstance(m, dict) for m in metadata)
     ):
         raise malformed(f"`metadata` must be a list of {len(prompts)} maps")
+    check_encodable(prompts, metadata, rewards)
     fps, timeout_s = (_positive(fields, key) for key in ("fps", "timeout_s"))
     media = [decode_image(item, take) if videos is None else decode_video(item, take) for item in given]
     request = ScoreRequest(
@@ -60,14 +64,17 @@ def parse_compute(body: memoryview, take: Take) -> tuple[ScoreRequest, float | N
 
 def decode_image(text: Any, take: Take) -> npt.NDArray[np.uint8]:
     """uint8 [H,W,3]."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
+    data = _bytes(text)
     try:
-        with Image.open(io.BytesIO(_bytes(text)), formats=("PNG", "JPEG", "WEBP")) as image:
+        with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as image:
             take(image.width * image.height * 3)  # only the header has been read
             return np.asarray(image.convert("RGB"))
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError) as error:
-        raise malformed(f"an image cannot be read: {str(error)[:100]}") from error
+    except HttpProblem:
+        raise
+    except Exception as error:
+        raise _unreadable("an image", error) from error
 
 
 def decode_video(item: Any, take: Take) -> npt.NDArray[np.uint8]:
@@ -91,16 +98,25 @@ def _decode_file(data: bytes, take: Take) -> npt.NDArray[np.uint8]:
             for frame in container.decode(video=0):
                 take(frame.width * frame.height * 3)
                 frames.append(frame.to_ndarray(format="rgb24"))
-    except (av.FFmpegError, IndexError, ValueError) as error:
-        raise malformed(f"a video cannot be read: {str(error)[:100]}") from error
+    except HttpProblem:
+        raise
+    except Exception as error:
+        raise _unreadable("a video", error) from error
     if not frames or len({frame.shape for frame in frames}) > 1:
         raise malformed("a video needs frames, of one size")
     return np.stack(frames)
 
 
+def _unreadable(what: str, error: Exception) -> HttpProblem:
+    return malformed(f"{what} cannot be read: {' '.join(str(error).split())[:100] or type(error).__name__}")
+
+
 def _fields(body: memoryview) -> dict[str, Any]:
+    text = bytes(body)
+    if sum(text.count(sign) for sign in (b",", b"[", b"{")) > MAX_VALUES:
+        raise malformed(f"more than {MAX_VALUES} values: send fewer items in one request")
     try:
-        fields = json.loads(bytes(body))
+        fields = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise malformed(f"the body is not JSON: {str(error)[:100]}") from error
     if not isinstance(fields, dict) or fields.keys() - KEYS:
@@ -111,7 +127,7 @@ def _fields(body: memoryview) -> dict[str, Any]:
 def _bytes(text: Any) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
-    except (TypeError, binascii.Error, ValueError) as error:
+    except (TypeError, ValueError) as error:
         raise malformed(f"media must be base64: {error}") from error
 
 

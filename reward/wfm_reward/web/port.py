@@ -13,7 +13,8 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,30 +31,31 @@ from wfm_reward.decoder import Scale
 from wfm_reward.scorers import Scorers
 from wfm_reward.stats import Stats
 from wfm_reward.web.access import check_token, service_token
+from wfm_reward.web.body import check_encoding, form, received
+from wfm_reward.web.budget import MemoryBudget, Reservation
+from wfm_reward.web.connections import Connections
 from wfm_reward.web.cosmos import parse_enqueue, pull_answer
-from wfm_reward.web.jobs import Answers, Job, Jobs
+from wfm_reward.web.jobs import Answers, Jobs, ScoreJob
 from wfm_reward.web.metrics import CONTENT_TYPE, exposition
 from wfm_reward.web.page import render
 from wfm_reward.web.plain import compute_answer, parse_compute
-from wfm_reward.web.problem import Problem
+from wfm_reward.web.problem import HttpProblem
 from wfm_reward.web.request import ScoreRequest
-from wfm_reward.web.room import Room, Share
+from wfm_reward.web.throttle import throttled_logger
 from wfm_reward.web.view import View, clock
 
 log = logging.getLogger(__name__)
 
 START_S = 30.0
 HUB_S = 5.0  # for the hub to say how things stand
-SILENT_S = 60.0  # without a byte of a body
 FORM_BYTES = 64 * 1024
-CHUNK_BYTES = 256 * 1024
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
-    """What the port shows and uses of the service."""
+class ServiceParts:
+    """The parts of the service that the port shows and uses."""
 
     config: ServiceConfig
     hub: Hub
@@ -65,17 +67,18 @@ class Service:
 class HttpPort:
     """`start` binds; `stop` closes. Both from one thread of the caller."""
 
-    def __init__(self, service: Service, base: Path) -> None:
-        """`base`: the folder of the configuration file. Raises RewardError for what access.py refuses, and for a VAE
+    def __init__(self, service: ServiceParts, base: Path) -> None:
+        """`base` is the folder of the configuration file. Raises RewardError for what access.py refuses, and for a VAE
         that cannot be read."""
         assert service.config.http is not None
         self.config = service.config.http
         self.url = ""
         self._service = service
-        self._room = Room(self.config.max_pending_mib * 2**20)
+        self._budget = MemoryBudget(self.config.max_pending_mib * 2**20)
         self._scales = {n: Scale.of(n, one.vae) for n, one in service.config.latent_decoders.items()}
         self._token = service_token(self.config, base, os.environ)
         self._requests: Counter[tuple[str, int]] = Counter()
+        self._rare_log = throttled_logger(f"{__name__}.clients")
         self._started_at_s, _ = clock()
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
@@ -84,13 +87,13 @@ class HttpPort:
         self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
 
     def start(self) -> None:
-        """After the hub's. Raises RewardError if the address cannot be bound."""
+        """Start the thread; the hub must run. Raises RewardError if the address cannot be bound."""
         self._thread.start()
         if not self._ready.wait(START_S) or self._error is not None:
             raise RewardError(f"cannot listen at http.bind {self.config.bind}: {self._error or 'it takes too long'}")
 
     def stop(self) -> None:
-        """Answers what is being answered for a moment, then ends."""
+        """Answer what is being answered for a moment, then end the thread."""
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # it has ended by itself
                 self._loop.call_soon_threadsafe(self._ending.set)
@@ -111,20 +114,33 @@ class HttpPort:
 
     async def _main(self) -> None:
         host, _, port = self.config.bind.rpartition(":")
-        runner = web.AppRunner(self._app(), access_log=None, shutdown_timeout=2.0)
+        runner = web.AppRunner(
+            self._app(), access_log=None, shutdown_timeout=2.0, auto_decompress=False, logger=self._rare_log
+        )
         await runner.setup()
+        assert runner.server is not None
         try:
-            site = web.TCPSite(runner, host.strip("[]"), int(port))
-            await site.start()
-            bound = runner.addresses[0]
-            self.url = f"http://[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"http://{bound[0]}:{bound[1]}"
+            self._connections = Connections(
+                runner.server, self.config.max_connections, self.config.idle_timeout_s, self._rare_log
+            )
+            bound, port_number = self._connections.listen(host.strip("[]"), int(port))
+            self.url = f"http://[{bound}]:{port_number}" if ":" in bound else f"http://{bound}:{port_number}"
             self._ready.set()
-            await self._ending.wait()
+            await self._until_ending(self._connections.serve())
         finally:
             await runner.cleanup()
 
+    async def _until_ending(self, serving: Coroutine[Any, Any, None]) -> None:
+        """Serve until `stop` is called. Raises what `serving` raises."""
+        tasks = [self._loop.create_task(serving), self._loop.create_task(self._ending.wait())]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await tasks[0]
+
     def _app(self) -> web.Application:
-        app = web.Application(middlewares=[self._border], client_max_size=FORM_BYTES)
+        app = web.Application(middlewares=[self._middleware], client_max_size=FORM_BYTES)
         app.add_routes([
             web.get("/", self._page),
             web.get("/health", self._health),
@@ -148,31 +164,39 @@ class HttpPort:
         await asyncio.to_thread(self._jobs.close)
 
     @web.middleware
-    async def _border(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Every request is checked, counted and answered here."""
-        resource = request.match_info.route.resource
-        endpoint = resource.canonical if resource is not None else "other"
+    async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Check, count and answer every request."""
+        self._connections.begin_request(request.protocol)
         try:
-            if endpoint != "/health":
+            response = await self._answer(request, handler)
+        finally:
+            self._connections.end_request(request.protocol)
+        self._requests[_endpoint(request), response.status] += 1
+        if response.status >= 400 and not request.content.is_eof():
+            response.force_close()  # the rest of its body is not read
+        return response
+
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """The handler's answer, or one that says what is wrong."""
+        try:
+            if _endpoint(request) != "/health":
                 check_token(request.headers.get("Authorization"), self._token)
-            response = await handler(request)
-        except Problem as problem:
+            check_encoding(request)
+            return await handler(request)
+        except HttpProblem as problem:
             response = web.json_response(problem.content, status=problem.status)
             if problem.retry_after_s is not None:
                 response.headers["Retry-After"] = str(problem.retry_after_s)
             if problem.status == 401:
                 response.headers["WWW-Authenticate"] = 'Basic realm="wfm_reward: the password is the token"'
+            return response
         except web.HTTPException as error:
-            response = web.json_response({"message": error.reason}, status=error.status)
+            return web.json_response({"message": error.reason}, status=error.status)
         except (ClientPayloadError, ConnectionError) as error:
-            response = web.json_response({"message": f"the body was cut off: {error}"}, status=400)
-        except Exception as error:  # the border of the port: the service goes on
-            log.exception("%s %s failed", request.method, endpoint)
-            response = web.json_response({"message": f"{type(error).__name__}: see the service's log"}, status=500)
-        self._requests[endpoint, response.status] += 1
-        if response.status >= 400 and not request.content.is_eof():
-            response.force_close()  # the rest of its body is not read
-        return response
+            return web.json_response({"message": f"the body was cut off: {error}"}, status=400)
+        except Exception as error:  # noqa: BLE001  (the border of the port: the service goes on)
+            self._rare_log.exception(f"{request.method} {_endpoint(request)} failed")
+            return web.json_response({"message": f"{type(error).__name__}: see the service's log"}, status=500)
 
     # For people and their tools
 
@@ -181,7 +205,7 @@ class HttpPort:
         try:
             hub = await asyncio.wait_for(asyncio.wrap_future(service.hub.status()), HUB_S)
         except (TimeoutError, asyncio.CancelledError) as error:
-            raise Problem(503, "stopping", "the hub does not answer: the service is stopping") from error
+            raise HttpProblem(503, "stopping", "the hub does not answer: the service is stopping") from error
         now_s, wall_s = clock()
         return View(
             version=wfm_ds.__version__,
@@ -192,7 +216,7 @@ class HttpPort:
             workers=service.scorers.states(),
             down=dict(service.scorers.down),
             requests=self._requests.copy(),
-            pending_bytes=self._room.taken,
+            pending_bytes=self._budget.reserved_bytes,
             now_s=now_s,
             wall_s=wall_s,
         )
@@ -222,23 +246,23 @@ class HttpPort:
 
     async def _enqueue(self, request: web.Request) -> web.Response:
         self._check_ready()
-        async with self._received(request) as (body, share):
+        async with self._received(request) as (body, reservation):
             wanted = await asyncio.to_thread(parse_enqueue, body)
-            # Media that are views keep all of the body; it outlives this request with them.
-            job = self._start(wanted, share, max(wanted.nbytes, len(body)), self.config.timeout_s)
+            # Media that are views keep all of the body, which outlives this request with them.
+            job = self._start(wanted, reservation, max(wanted.nbytes, len(body)), self.config.timeout_s)
         return web.json_response({"uuid": job.id})
 
     async def _pull(self, request: web.Request) -> web.Response:
-        form = await request.post()
-        job = self._jobs.find(str(form.get("uuid", "")))
-        reward = str(form.get("type") or next(iter(job.results)))
+        fields = await form(request, self.config.body_timeout_s)
+        job = self._jobs.find(str(fields.get("uuid", "")))
+        reward = str(fields.get("type") or next(iter(job.results)))
         answers = job.results.get(reward)
         if answers is None:
             asked = ", ".join(job.results)
-            raise Problem(404, "unknown_type", f"{job.id} does not ask for {reward[:80]!r}, but for {asked}")
+            raise HttpProblem(404, "unknown_type", f"{job.id} does not ask for {reward[:80]!r}, but for {asked}")
         await _at_most(self.config.pull_wait_s, answers)
         if not answers.done.is_set():
-            raise Problem(400, "not_ready", f"the scores of {job.id} are not there yet: pull again")
+            raise HttpProblem(400, "not_ready", f"the scores of {job.id} are not there yet: pull again")
         content = pull_answer(
             reward,
             registry.describe(reward).primary,
@@ -252,9 +276,10 @@ class HttpPort:
 
     async def _compute(self, request: web.Request) -> web.Response:
         self._check_ready()
-        async with self._received(request) as (body, share):
-            wanted, timeout_s = await asyncio.to_thread(parse_compute, body, share.take)
-            job = self._start(wanted, share, wanted.nbytes, min(timeout_s or math.inf, self.config.timeout_s))
+        async with self._received(request) as (body, reservation):
+            wanted, timeout_s = await asyncio.to_thread(parse_compute, body, reservation.grow)
+            seconds = min(timeout_s or math.inf, self.config.timeout_s)
+            job = self._start(wanted, reservation, wanted.nbytes, seconds)
             del wanted, body  # what remains of them is the job's
         try:
             await asyncio.gather(*(answers.done.wait() for answers in job.results.values()))
@@ -266,47 +291,40 @@ class HttpPort:
     def _check_ready(self) -> None:
         waiting = self._service.scorers.waiting_for()
         if waiting and not self._service.scorers.all_were_ready:
-            raise Problem(503, "loading", f"still loading: {', '.join(waiting)}", retry_after_s=5)
+            raise HttpProblem(503, "loading", f"still loading: {', '.join(waiting)}", retry_after_s=5)
 
-    def _start(self, wanted: ScoreRequest, share: Share, num_bytes: int, timeout_s: float) -> Job:
-        """The job takes over the share, with what its media occupy. Raises Problem if this service does not do what is
-        wanted, or has too much to do."""
+    def _start(self, wanted: ScoreRequest, reservation: Reservation, num_bytes: int, timeout_s: float) -> ScoreJob:
+        """Start a job, which takes over the reservation with the bytes of its media. Raises HttpProblem if this service
+        does not do what is wanted, or has too much to do."""
         offered = self._service.config.rewards
         unknown = [name for name in wanted.rewards if name not in offered]
         if unknown:
-            raise Problem(422, "unknown_reward", f"no reward {unknown[0][:80]!r} here; there are {', '.join(offered)}")
+            raise HttpProblem(
+                422, "unknown_reward", f"no reward {unknown[0][:80]!r} here; there are {', '.join(offered)}"
+            )
         decoder = self._decoder(wanted) if wanted.latents else None
         if decoder is not None:  # their videos will be held beside them
             num_bytes += sum(self._scales[item.shape[0]].video_bytes(item.shape) for item in wanted.media)
-        return self._jobs.start(wanted, share.pass_on(num_bytes), timeout_s, decoder)
+        return self._jobs.start(wanted, reservation.transferred(num_bytes), timeout_s, decoder)
 
     def _decoder(self, wanted: ScoreRequest) -> str:
         channels, known = wanted.media[0].shape[0], self._service.config.latent_decoders
         if channels not in known:
             have = f"has decoders for {', '.join(map(str, known))}" if known else "decodes no latents"
-            raise Problem(422, "no_decoder", f"latents of {channels} channels, and this service {have}: send pixels")
+            raise HttpProblem(
+                422, "no_decoder", f"latents of {channels} channels, and this service {have}: send pixels"
+            )
         return f"decode:{channels}"
 
-    @contextlib.asynccontextmanager
-    async def _received(self, request: web.Request) -> AsyncIterator[tuple[memoryview, Share]]:
-        """The body, and its share of the room, which is taken before any of it is read."""
-        size, most = request.content_length, self.config.max_body_mib * 2**20
-        if size is None:
-            raise Problem(411, "length_required", "send Content-Length")
-        if size > most:
-            raise Problem(413, "too_large", f"a body of {size} bytes; {most} are allowed")
-        share = self._room.share(size)
-        try:
-            body = bytearray()
-            async with asyncio.timeout(SILENT_S) as patience:
-                async for chunk in request.content.iter_chunked(CHUNK_BYTES):
-                    body += chunk
-                    patience.reschedule(asyncio.get_running_loop().time() + SILENT_S)
-            yield memoryview(body), share
-        except TimeoutError as error:
-            raise Problem(408, "too_slow", f"no byte of the body for {SILENT_S:g} s") from error
-        finally:
-            share.release()
+    def _received(self, request: web.Request) -> AbstractAsyncContextManager[tuple[memoryview, Reservation]]:
+        """The body, and its part of the memory budget (body.py)."""
+        return received(request, self._budget, self.config.max_body_mib * 2**20, self.config.body_timeout_s)
+
+
+def _endpoint(request: web.Request) -> str:
+    """The route, as it is counted: not what a client wrote."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource is not None else "other"
 
 
 async def _at_most(seconds: float, answers: Answers) -> None:

@@ -7,22 +7,24 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from wfm_ds.errors import UserError
 from wfm_ds.models.tiny import FAMILIES, write_tiny
+from wfm_ds.program import program
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m wfm_ds.models.tiny", description="Write a tiny random pipeline.")
-    parser.add_argument("family", metavar="FAMILY", help=f"one of {', '.join(FAMILIES)}")
-    parser.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="a new or empty folder")
-    options = parser.parse_args(arguments)
-    try:
-        write_tiny(options.family, options.out_dir)
-    except UserError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    sys.stdout.write(f"{options.out_dir}: a tiny {options.family} pipeline\n")
-    return 0
+def main(argv: Sequence[str] | None = None) -> int:
+    return program(parser(), run, argv)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="wfm_ds.models.tiny", description="Write a tiny random pipeline.")
+    p.add_argument("family", metavar="FAMILY", help=f"one of {', '.join(FAMILIES)}")
+    p.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="a new or empty folder")
+    return p
+
+
+def run(args: argparse.Namespace) -> None:
+    write_tiny(args.family, args.out_dir)
+    sys.stdout.write(f"{args.out_dir}: a tiny {args.family} pipeline\n")
 
 
 if __name__ == "__main__":

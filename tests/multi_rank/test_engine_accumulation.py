@@ -1,0 +1,66 @@
+"""Gradients of micro-steps are summed in float32, whatever the weights' dtype and the ZeRO stage."""
+
+import json
+
+import pytest
+import torch
+
+from multi_rank.training import small_recipe
+from wfm_ds.distributed.world import World
+from wfm_ds.engine.engine import DenoiserEngine
+
+MICRO_STEPS = 512
+WIDTH = 8
+
+
+def accumulated_norm(config, dtype, micro_steps):
+    """The norm of the mean over equal micro-steps of a linear layer, and that of one of them alone."""
+    torch.manual_seed(0)
+    module, inputs = torch.nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH).to(getattr(torch, dtype))
+    world = World.join()
+    engine = DenoiserEngine.build(
+        module,
+        small_recipe(config, lora=False, model={"dtype": dtype}, engine={"max_grad_norm": 0}),
+        world,
+        lora_targets=(),
+        policies=frozenset(),
+        accumulation=micro_steps,
+        total_updates=2,
+    )
+    norms = []
+    for count in (micro_steps, 1):
+        engine.expect(count)
+        torch.manual_seed(1)
+        for _ in range(count):
+            engine.backward(engine.forward(inputs).float().square().mean(), count * world.size)
+        engine.num_updates = -1  # keeps the rate at 0: the second step has the weights of the first
+        norms.append(engine.step().grad_norm)
+    return norms
+
+
+def config_of(folder, name, zero):
+    if not zero:
+        return name
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({"zero_force_ds_cpu_optimizer": False, "zero_optimization": zero}))
+    return str(path)
+
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+CASES = [
+    pytest.param("zero1", {}, id="zero1"),
+    pytest.param("bare", {"stage": 1, "overlap_comm": False, "contiguous_gradients": False}, id="zero1 without hooks"),
+    pytest.param("offloaded1", {"stage": 1, **OFFLOAD}, id="zero1 offloaded"),
+    pytest.param("offloaded2", {"stage": 2, **OFFLOAD}, id="zero2 offloaded", marks=pytest.mark.slow),
+    pytest.param("zero2", {}, id="zero2"),
+    pytest.param("zero3", {}, id="zero3", marks=pytest.mark.slow),
+    pytest.param("zero3_offload", {}, id="zero3 offloaded", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("name", "zero"), CASES)
+def test_many_equal_micro_steps_have_the_gradient_of_one(two_ranks, tmp_path, name, zero):
+    """In bfloat16 a sum of 512 equal numbers stops growing after 256 of them."""
+    settings = {"config": config_of(tmp_path, name, zero), "dtype": "bfloat16", "micro_steps": MICRO_STEPS}
+    for many, one in two_ranks.run(accumulated_norm, **settings):
+        assert many == pytest.approx(one, rel=1e-5)

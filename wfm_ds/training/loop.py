@@ -1,0 +1,82 @@
+"""The frame of both training loops: all that happens around a step. What a step trains on is the child's matter."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from wfm_ds.monitoring.meter import Meter
+from wfm_ds.run.job import Job
+from wfm_ds.run.result import Outcome
+from wfm_ds.training.checkpoints import Checkpoints
+from wfm_ds.training.exporter import Exporter
+from wfm_ds.training.outcome import FiniteSteps, StepReport, finish_step
+from wfm_ds.training.validation import Validator
+
+
+class Loop(ABC):
+    """Trains `job.engine`, step by step. Every rank calls every method at the same place."""
+
+    def __init__(self, job: Job, validator: Validator, exporter: Exporter, checkpoints: Checkpoints) -> None:
+        self.job, self.validator, self.exporter, self.checkpoints = job, validator, exporter, checkpoints
+        self.meter, self.finite = Meter(), FiniteSteps()
+        self.step = 0  # the last one done, or under way
+        self.metrics: Mapping[str, float] = {}  # of the last step done
+
+    def run(self) -> Outcome:
+        """Train to the recipe's last step, or until a rank is asked to stop; then save and say `preempted`."""
+        job = self.job
+        self.begin()
+        stop = job.should_stop()
+        while self.step < job.recipe.run.steps:
+            if stop or not self.wait(self.step + 1):
+                self.checkpoints.at_stop(self)
+                return Outcome("preempted", self.step, self.metrics)
+            self.step += 1
+            report = self.train_on(self.step)
+            self.validator.after_step(self.step)
+            self.exporter.after_step(self.step)
+            agreed = finish_step(job, self.step, report, writing=self.checkpoints.is_writing)
+            self.metrics = report.last
+            self.checkpoints.after_step(self, agreed)  # last: the step's metrics belong to it
+            stop = agreed.stop
+        return Outcome("finished", self.step, self.metrics)
+
+    def begin(self) -> None:
+        """Evaluate the weights of the start where the recipe asks for it, and start the clocks."""
+        self.validator.at_start(self.step)
+        self.job.monitor.progress(self.step, samples=0)
+
+    @abstractmethod
+    def wait(self, step: int) -> bool:
+        """Return once what this step trains on can be had; False if a rank is asked to stop before."""
+
+    @abstractmethod
+    def train_on(self, step: int) -> StepReport:
+        """Do the optimizer steps of this step."""
+
+    def state(self) -> dict[str, Any]:
+        """All that the next step and its metrics depend on besides the engine, as JSON; equal on every rank."""
+        return {
+            "step": self.step,
+            "metrics": dict(self.metrics),
+            "nonfinite_in_a_row": self.finite.in_a_row,
+            "validator": self.validator.state(),
+            **self.own_state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state` gave."""
+        self.step, self.metrics = state["step"], state["metrics"]
+        self.finite.in_a_row = state["nonfinite_in_a_row"]
+        self.validator.restore(state["validator"])
+        self.restore_own(state)
+
+    @abstractmethod
+    def own_state(self) -> dict[str, Any]:
+        """The child's part of `state`. Collective."""
+
+    @abstractmethod
+    def restore_own(self, state: Mapping[str, Any]) -> None:
+        """Take up the child's part of `state`."""
