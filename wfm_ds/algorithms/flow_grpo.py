@@ -68,7 +68,7 @@ def guarded_log_ratio(mean: Tensor, old_mean: Tensor, next_latents: Tensor, std:
 
 
 def kl_scale(kind: str, coefficients: Tensor, dt: Tensor) -> Tensor:
-    """What mean((v - v_ref)^2) is multiplied by to be the distance of this kind, [B] float64; dt [B] = s' - s < 0.
+    """The factor of mean((v - v_ref)^2) that makes it the distance of this kind, [B] float64; dt [B] = s' - s < 0.
 
     The means of two steps of equal std differ by c_v*(v - v_ref): `gaussian` is c_v^2/(2 s^2), `flow_grpo` has the
     diffusion g^2 = s^2/-dt in place of s^2, `velocity` is 1. Raises ValueError for another kind.
@@ -240,7 +240,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         return sde_log_prob(velocity, batch.latents, batch.next_latents, batch.coefficients)
 
     def _old(self, batch: TransitionBatch, references: Mapping[str, Tensor]) -> Literal["own", "rollout", "recomputed"]:
-        """Where the probabilities under the weights of the rollout come from; `own`: these are still the weights."""
+        """Name the source of the probabilities under the weights of the rollout; `own`: these are still the weights."""
         if self.recalls_old:
             return "recomputed" if "old" in references else "own"
         return "own" if self.settings.old_log_prob == "auto" and batch.first else "rollout"
@@ -271,7 +271,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         return c_x * batch.latents + c_v * velocity
 
     def _measured(self, log_ratio: Tensor, log_prob: Tensor, old_log_prob: Tensor, batch: TransitionBatch) -> Stats:
-        """What tells how far the policy has moved; all detached [B]."""
+        """Measure how far the policy has moved; all detached [B]."""
         deviation, positive = torch.expm1(log_ratio), batch.advantage > 0
         higher, lower = deviation > self.clip_high, deviation < -self.clip_low
         stats: Stats = {

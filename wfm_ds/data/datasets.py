@@ -36,20 +36,20 @@ Cached: TypeAlias = Callable[[Media, Framing], Any]  # the kept latents of a med
 
 
 class SizedModel(Protocol):
-    """What a model says about sizes (models/base.py)."""
+    """A model, as far as its sizes are concerned (models/base.py)."""
 
     def latent_shape(self, height: int, width: int, num_frames: int, /) -> tuple[int, ...]:
         """Raises ValueError for a size that the family cannot make."""
         ...
 
     def size_multiple(self, num_frames: int, /) -> int:
-        """What heights and widths must be multiples of."""
+        """The number that heights and widths must be multiples of."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingData:
-    """What a recipe's data section holds. SFT: media for training and validation; RL: prompts, or captioned media."""
+    """The data that a recipe names. SFT: media for training and validation; RL: prompts, or captioned media."""
 
     prompts: list[Prompt]  # RL: to train on; the captions, where there are samples
     samples: list[Sample]  # to train on
@@ -85,7 +85,7 @@ def load_data(recipe: Recipe) -> TrainingData:
 
 
 def divided(found: SampleSet, recipe: Recipe) -> tuple[list[Sample], list[Sample]]:
-    """What SFT trains on, and what it holds out."""
+    """Divide the samples into those that SFT trains on and those that it holds out."""
     data, validation = recipe.data, recipe.validation
     if validation.path is not None:
         return found.samples, scanned(data, [validation.path]).samples
@@ -96,7 +96,7 @@ def divided(found: SampleSet, recipe: Recipe) -> tuple[list[Sample], list[Sample
 
 
 def scanned(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
-    """What there is at these paths, one unless they name tar shards; what cannot be used is logged."""
+    """Scan these paths, one unless they name tar shards; what cannot be used is logged."""
     found = sample_set(data, paths)
     for reason, names in found.bad.items():
         log.warning("%s: %d skipped, %s, e.g. %s", found.source, len(names), REASONS[reason], names[0])
@@ -115,7 +115,7 @@ def sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
 
 
 def own_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
-    """What the user's class finds. Raises DataError where it is none, or takes other options than the recipe's."""
+    """Scan by the user's class. Raises DataError where that is not one, or takes other options than the recipe's."""
     key = "data.kind"
     make: Callable[..., SampleSet] = import_class(data.kind, SampleSet, key=key, error=DataError)
     arguments: dict[str, Any] = {"max_bad_fraction": data.max_bad_fraction, **data.options}
@@ -134,7 +134,7 @@ def own_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
 
 
 def buckets_of(recipe: Recipe, model: SizedModel) -> Buckets:
-    """Which pixels of the data's media the recipe trains on. Raises RecipeError for a size that the model has not."""
+    """The sizes to which media are cut. Raises RecipeError for a size that the model does not have."""
     data, size = recipe.data, recipe.sampling
     sizes = [(size.height, size.width)]
     if data.buckets == "auto":
