@@ -25,6 +25,7 @@ from torch import Tensor
 from benchmarks.released import RELEASED, Released
 from benchmarks.report import table
 from wfm_ds.algorithms import build_rl
+from wfm_ds.engine.flops import Flops
 from wfm_ds.engine.policy import add_adapters
 from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.models.base import DiffusionModel
@@ -33,7 +34,7 @@ from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.derived import Derived, derive
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.run.model import load_model
-from wfm_ds.training.flops import Flops, count_flops, work_of
+from wfm_ds.training.flops import count_flops, work_of
 from wfm_ds.training.forwards import Forwards, added, evaluation, guided_by, rl_step, sft_step
 
 PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")

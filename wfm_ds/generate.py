@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--frames", type=positive, default=1, help="of a video (default 1)")
     p.add_argument("--fps", type=above_zero, default=DEFAULTS.fps, help="of a video (default %(default)g)")
     p.add_argument("--steps", type=positive, default=DEFAULTS.eval_steps, help="denoising steps (default %(default)s)")
+    p.add_argument("--solver", choices=["ode", "dpm2"], help="of first or second order (default: as the pipeline's)")
     p.add_argument("--guidance", type=guidance, default=DEFAULTS.guidance_scale, metavar="W", help="1 (default): none")
     p.add_argument("--guidance-low", type=guidance, metavar="W", help="of a second expert (default: as --guidance)")
     p.add_argument("--negative-prompt", metavar="TEXT", help="for prompts without one (default: the family's)")
@@ -177,6 +178,7 @@ def load_sampler(args: argparse.Namespace) -> Sampler:
         num_frames=args.frames,
         fps=args.fps,
         eval_steps=args.steps,
+        eval_solver=args.solver,
         guidance_scale=args.guidance,
         guidance_scale_low=args.guidance_low,
         negative_prompt=args.negative_prompt,
@@ -251,6 +253,7 @@ def facts(sampler: Sampler, args: argparse.Namespace) -> dict[str, str]:
     return {
         "pipeline": type(sampler.model.pipeline).__name__,
         "sampling": summary(sampler.settings),
+        "solver": sampler.eval_solver,
         **negative,
         "prompts": args.prompts.name,
         "seeds": ", ".join(map(str, args.seeds)),

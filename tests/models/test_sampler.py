@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from wfm_ds.engine.forward import CountedForward
-from wfm_ds.models import registry
+from wfm_ds.models import registry, vae
 from wfm_ds.models.sampler import Conditions, Sampler
 from wfm_ds.models.text_cache import TextCache
 from wfm_ds.recipe.sampling import SamplingRecipe
@@ -20,7 +20,7 @@ def model(tiny_pipelines):
 
 
 def sampler(model, forward=None, **settings):
-    settings = SamplingRecipe(height=32, width=32, **settings)
+    settings = SamplingRecipe(**{"height": 32, "width": 32, **settings})
     return Sampler(
         model=model, texts=TextCache(model), settings=settings, forward=forward or CountedForward(model.denoise)
     )
@@ -126,6 +126,33 @@ def test_videos_keep_their_frames_also_a_single_one(tiny_pipelines, num_frames, 
     assert (media.shape, media.dtype, finite) == ((3, num_frames, 32, 32, 3), np.uint8, [True] * 3)
     at_once = model.to_uint8(model.decode(latents))
     assert np.abs(media.astype(int) - at_once).max() <= 1
+
+
+@pytest.mark.parametrize(("size", "batches"), [({}, [5]), ({"height": 512, "width": 256}, [2, 2, 1])])
+def test_small_videos_are_decoded_together_as_far_as_memory_of_one_picture_goes(video_model, size, batches):
+    """Four frames are in the works at once, and 2 * 4 * 512 * 256 pixels are those of a picture of 1024 x 1024."""
+    drawn, seen = sampler(video_model, num_frames=9, **size), []
+    assert vae.frames_at_once(video_model.pipeline.vae, 9) == 4
+    shape = drawn.latent_shape
+    assert [len(part) for part in torch.zeros(5, *shape).split(drawn.decode_batch(shape))] == batches
+    if not size:
+        latents = torch.randn(5, *shape, generator=torch.Generator().manual_seed(0))
+        hook = video_model.pipeline.vae.post_quant_conv.register_forward_hook(lambda m, i, o: seen.append(len(o)))
+        media, _ = drawn.media(latents)
+        hook.remove()
+        assert set(seen) == set(batches)
+        alone = np.concatenate([video_model.to_uint8(video_model.decode(row[None])) for row in latents])
+        assert np.abs(media.astype(int) - alone).max() <= 1
+
+
+def test_pictures_are_decoded_one_by_one(model):
+    assert sampler(model).decode_batch((4, 16, 16)) == 1
+
+
+def test_kept_latents_of_a_video_do_not_depend_on_what_is_encoded_beside_it(video_model):
+    pixels = torch.rand(3, 3, 9, 32, 32, generator=torch.Generator().manual_seed(0))
+    together = video_model.encode_pixels(pixels)
+    assert all(torch.equal(together[i : i + 1], video_model.encode_pixels(pixels[i : i + 1])) for i in range(3))
 
 
 @pytest.mark.parametrize("plan", ["ode", "edm"])

@@ -141,7 +141,7 @@ def swap_after_step(config, refresh):
     with torch.no_grad():
         initial = predict(engine.forward_module, range(3))
     if not refresh:
-        wfm_ds.engine.policy.refresh_persistent = lambda parameters: None
+        wfm_ds.engine.policy.refresh_gathered = lambda parameters: None
     plain_step(engine, 0)
     with engine.policy("ref"):
         return {"initial": initial, "ref": predict(engine.forward_module, range(3))}
@@ -153,11 +153,11 @@ def test_swap_directly_after_a_step_shows_the_initial_weights(two_ranks, tmp_pat
         assert torch.equal(part["ref"], part["initial"])
 
 
-def test_without_refresh_persistent_parameters_would_show_old_weights(two_ranks, tmp_path):
+def test_without_refresh_gathered_parameters_would_show_old_weights(two_ranks, tmp_path):
     config = str(zero3_with_threshold(tmp_path, 100_000))
     for part in two_ranks.run(swap_after_step, config=config, refresh=False):
         assert float((part["ref"] - part["initial"]).abs().max()) > 1e-3
-    two_ranks.stop()  # their refresh_persistent is gone; the next run starts others
+    two_ranks.stop()  # their refresh_gathered is gone; the next run starts others
 
 
 def copy_policies(config, lora):

@@ -111,7 +111,6 @@ REFUSED = {
     "comms logger": (None, {"comms_logger": {"enabled": True}}, "remove comms_logger: it does not see all"),
     "hybrid": (None, {"hybrid_engine": {"enabled": True}}, "remove hybrid_engine"),
     "linear": ({"stage": 3, "memory_efficient_linear": True}, {}, "memory_efficient_linear must be false"),
-    "hpz and copies": ({"stage": 3, "zero_hpz_partition_size": "auto"}, {}, "copies .ema, old, ref.* use zero3"),
     "nvme and copies": (
         {"stage": 3, "offload_optimizer": {"device": "nvme"}},
         {"zero_force_ds_cpu_optimizer": False},
@@ -145,8 +144,11 @@ def test_leaf_modules_are_refused_with_lora_only(config_file):
     assert "leaf_module" in merged(recipe(path, checkpointing=True))["zero_optimization"]
 
 
-def test_nvme_and_hpz_are_fine_without_copies(config_file):
-    merged(recipe("zero3_hpz", lora=True), policies=frozenset({"ref"}))
+def test_hpz_is_fine_with_copies():
+    merged(recipe("zero3_hpz"), policies=EVERYTHING)
+
+
+def test_nvme_is_fine_without_copies(config_file):
     path = config_file({"stage": 3, "offload_optimizer": {"device": "nvme"}}, zero_force_ds_cpu_optimizer=False)
     merged(recipe(path))
 

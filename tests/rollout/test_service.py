@@ -1,4 +1,4 @@
-"""The trainer and the workers that it starts: commands, environment, restarts. The processes themselves are in tests/faults."""
+"""The trainer and the workers that it starts: commands, environment, restarts. Real processes: tests/faults."""
 
 import sys
 import threading

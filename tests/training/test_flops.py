@@ -2,10 +2,11 @@ import pytest
 import torch
 from torch import nn
 
+from wfm_ds.engine.flops import Flops, counting, on_meta
 from wfm_ds.engine.policy import add_adapters
 from wfm_ds.models import registry
 from wfm_ds.recipe.sections import LoraRecipe
-from wfm_ds.training.flops import Flops, ForwardWork, count_flops, counting, on_meta, work_of
+from wfm_ds.training.flops import ForwardWork, count_flops, work_of
 from wfm_ds.training.forwards import Forwards
 
 SHAPE = (4, 16, 16)

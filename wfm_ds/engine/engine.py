@@ -25,6 +25,7 @@ from wfm_ds.engine.accumulation import accumulate_in_float32
 from wfm_ds.engine.lockstep import Guard
 from wfm_ds.engine.placement import cast_unplaced, place
 from wfm_ds.engine.policy import Flats, ShardedCopy, Shards, add_adapters, publish_to_adapter, use_adapter
+from wfm_ds.engine.work import Work, WorkCounter
 from wfm_ds.recipe.deepspeed import deepspeed_config, policy_copies
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import OptimizerRecipe
@@ -87,7 +88,14 @@ class DenoiserEngine:
     """One denoiser, its DeepSpeed engine and its policies. Every method marked collective is called by all ranks."""
 
     def __init__(
-        self, ds: Any, module: nn.Module, recipe: Recipe, world: World, policies: frozenset[str], total_updates: int
+        self,
+        ds: Any,
+        module: nn.Module,
+        recipe: Recipe,
+        world: World,
+        policies: frozenset[str],
+        total_updates: int,
+        work: WorkCounter | None,
     ) -> None:
         """Use `build`. `ds`: what deepspeed.initialize returned for `module`."""
         self.ds = ds
@@ -98,6 +106,7 @@ class DenoiserEngine:
         self.lora = recipe.lora is not None
         self.accumulation = int(ds.gradient_accumulation_steps())
         self.total_updates = total_updates
+        self._work = work
         self.forward_module = cast(nn.Module, EngineForward(self))
         self.active = "train"
         self.num_updates = 0
@@ -141,12 +150,13 @@ class DenoiserEngine:
             ranks_per_node=ranks_per_node(world.size),
         )
         dtype = DTYPES[recipe.model.dtype]
+        targets = (recipe.lora and recipe.lora.target_modules) or list(lora_targets)
+        work = WorkCounter.of(denoiser, recipe, targets) if world.is_main else None  # while the denoiser is whole
         place(denoiser, config, dtype, world.device)
         module: Any = denoiser
         if recipe.lora is None:
             denoiser.requires_grad_(True)
         else:
-            targets = recipe.lora.target_modules or list(lora_targets)
             adapters = sorted(policy_copies(policies, lora=True))
             seed = derive_seed(recipe.run.seed, "lora_init")
             num_layers = add_adapters(denoiser, recipe.lora, targets, adapters, seed)
@@ -167,14 +177,26 @@ class DenoiserEngine:
         ds = deepspeed.initialize(model=denoiser, optimizer=optimizer, config=config, dist_init_required=False)[0]
         if ds.zero_optimization_stage() == 1 and dtype != torch.float32:
             accumulate_in_float32(ds)
-        return cls(ds, denoiser, recipe, world, policies, total_updates)
+        return cls(ds, denoiser, recipe, world, policies, total_updates, work)
 
     # Forwards
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Collective: the denoiser's output under the active policy. All ranks do the same forwards in one order."""
         MOVES.begin("a forward of the denoiser")
+        if self._work is not None:
+            bare = self.lora and self.active == "ref"
+            self._work.note(args, kwargs, differentiated=torch.is_grad_enabled(), adapters=not bare)
         return self.ds(*args, **kwargs)
+
+    def take_work(self) -> Work | None:
+        """FLOPs of this rank's forwards since the last call, on rank 0, which stands for all; None elsewhere."""
+        return None if self._work is None else self._work.take()
+
+    def forget_work(self) -> None:
+        """Leave the forwards so far out of what `take_work` says next: they belong to no step."""
+        if self._work is not None:
+            self._work.clear()
 
     def guard_check(self, *what: object, inputs: Sequence[Tensor] = ()) -> None:
         """With engine.guard: raise on all ranks unless all are about to do the same (lockstep.py). Without: nothing."""
@@ -223,12 +245,14 @@ class DenoiserEngine:
         """Collective. Back-propagate a micro-step so that all of a step's give the gradient of (1/N) sum l.
 
         loss_sum: the sum of this rank's terms in this micro-step, fp32 scalar, equal on the ranks of a replica.
-        num_terms: N, the valid terms of the whole optimizer step over all replicas and micro-steps; 0: the step will
-        not be applied.
+        num_terms: N, the valid terms of the whole optimizer step over all replicas and micro-steps, at least 1: a step
+        without any is `skip`.
         """
         self._require_train("backward")
         if loss_sum.ndim != 0:
             raise ValueError(f"loss_sum must be a scalar, got the shape {tuple(loss_sum.shape)}")
+        if num_terms < 1:
+            raise ValueError(f"a step of {num_terms} terms has no gradient: call skip()")
         if self._num_backwards == self._due_backwards:
             raise RuntimeError(f"step() is due: {self._due_backwards} backwards make an optimizer step")
         self._num_backwards += 1
@@ -236,9 +260,8 @@ class DenoiserEngine:
         last = self._num_backwards == self._due_backwards
         self.ds.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages over ranks and divides by its own number of micro-steps, however many there are. The ranks
-        # of a replica hold parts of one gradient, which add up: the factor is all ranks, not the replicas. Without a
-        # term, NaN makes DeepSpeed drop the step on all ranks.
-        scale = self.world.size * self.accumulation / num_terms if num_terms else math.nan
+        # of a replica hold parts of one gradient, which add up: the factor is all ranks, not the replicas.
+        scale = self.world.size * self.accumulation / num_terms
         self.ds.backward(loss_sum * scale)
         if not last:
             self.ds.step()  # counts the micro-step, nothing else
@@ -261,6 +284,15 @@ class DenoiserEngine:
         self.num_updates += 1
         grad_norm, bound = float(self.ds.get_global_grad_norm()), self.recipe.engine.max_grad_norm
         return StepResult(applied=True, grad_norm=grad_norm, clipped=0 < bound < grad_norm, lr=lr)
+
+    def skip(self) -> StepResult:
+        """On all ranks, instead of a step's backwards and `step`: it has no term on any of them, so nothing moves."""
+        self._require_train("skip")
+        if self._num_backwards:
+            raise RuntimeError(f"skip() after {self._num_backwards} backwards of a step")
+        self.num_skipped += 1
+        lr = learning_rate(self.recipe.optimizer, self.num_updates + 1, self.total_updates)
+        return StepResult(applied=False, grad_norm=math.nan, clipped=False, lr=lr)
 
     # Policies
 

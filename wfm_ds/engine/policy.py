@@ -117,7 +117,7 @@ class Shards:
             for shard in self.pieces:
                 own = self.own(shard, flats)
                 shard.ds_tensor[: own.numel()].copy_(own)
-            refresh_persistent(list(self.pieces))
+            refresh_gathered(list(self.pieces))
             return
         for parts, flat, group in zip(
             optimizer.parallel_partitioned_bit16_groups, flats, optimizer.real_dp_process_group, strict=True
@@ -132,12 +132,20 @@ class Shards:
         )
 
 
-def refresh_persistent(parameters: Sequence[nn.Parameter]) -> None:
-    """ZeRO-3: parameters that stay gathered still show the old weights after their shards changed. Every rank calls."""
-    stale: list[Any] = [p for p in parameters if p.ds_status == ZeroParamStatus.AVAILABLE]  # type: ignore[attr-defined]
-    if stale:
-        stale[0].partition(stale)
-        stale[0].all_gather(stale)
+def refresh_gathered(parameters: Sequence[Any]) -> None:
+    """ZeRO-3, after the shards of these parameters changed: forget whatever still shows their old weights. Every rank
+    calls.
+
+    That is parameters that stay gathered, and with zero_hpz_partition_size the copies that each node keeps, from which
+    DeepSpeed gathers in place of the shards until its own optimizer step.
+    """
+    persistent = [p for p in parameters if p.ds_status == ZeroParamStatus.AVAILABLE]
+    if persistent:
+        persistent[0].partition(persistent)  # this may make the node's copy of the old weights once more
+    for parameter in parameters:
+        parameter.ds_secondary_tensor = None
+    if persistent:
+        persistent[0].all_gather(persistent)
 
 
 class ShardedCopy:
@@ -224,4 +232,4 @@ def publish_to_adapter(denoiser: nn.Module, copy: ShardedCopy, name: str) -> Non
             else:
                 target.data.copy_(source.data)
     if copy.shards.stage == 3:
-        refresh_persistent([target for target, _ in pairs])
+        refresh_gathered([target for target, _ in pairs])

@@ -23,7 +23,7 @@ from wfm_ds.migrate.keys import ABSENT, FIXED, MISSPELT, MOVED, ROWS, WHOLE, Row
 from wfm_ds.program import program
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.recipe.tree import to_yaml
+from wfm_ds.recipe.yaml_text import to_yaml
 
 NEEDED = {
     "run.steps": "how many optimizer steps (SFT) or RL steps; the option --steps sets it",

@@ -90,8 +90,6 @@ class DiffusionModel(ABC):
         self.prompt_template = prompt_template
         for part in self.frozen_parts():
             part.requires_grad_(False).eval()
-        if self.video:
-            pipeline.vae.enable_slicing()  # one video at a time: several at once take memory and save no time
         self.to(device)
 
     @classmethod
@@ -196,7 +194,10 @@ class DiffusionModel(ABC):
             raise ValueError(f"pixels must be float32 {layout}, got {pixels.dtype} {list(pixels.shape)}")
         height, width = pixels.shape[-2:]
         self.latent_shape(height, width, pixels.shape[2] if self.video else 1)
-        return vae.encode(self.pipeline.vae, 2 * pixels.to(self.device) - 1)
+        shifted = 2 * pixels.to(self.device) - 1
+        # One video at a time: latents that are kept must not depend on what was encoded beside them.
+        parts = shifted.split(1) if self.video else [shifted]
+        return torch.cat([vae.encode(self.pipeline.vae, part) for part in parts])
 
     def encode_media(self, media: Sequence[npt.NDArray[np.uint8]]) -> Tensor:
         """encode_pixels of images [H,W,3] or videos [F,H,W,3], all of one shape; an image is a video of one frame."""
@@ -294,6 +295,11 @@ class DiffusionModel(ABC):
     def schedule_arguments(self, shape: Sequence[int]) -> dict[str, float]:
         """What the stock pipeline passes to set_timesteps besides the number of steps."""
         return {}
+
+    @property
+    def stock_solver(self) -> str:
+        """Our solver of the order of the pipeline's own scheduler: `dpm2` for multistep ones, else `ode`."""
+        return "dpm2" if self.pipeline.scheduler.config.get("solver_order", 1) > 1 else "ode"
 
     @property
     def flow_shift(self) -> float:

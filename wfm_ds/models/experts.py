@@ -57,3 +57,7 @@ class Experts(nn.Module):
     def enable_gradient_checkpointing(self) -> None:
         for network in self.networks:
             network.enable_gradient_checkpointing()
+
+    def disable_gradient_checkpointing(self) -> None:
+        for network in self.networks:
+            network.disable_gradient_checkpointing()

@@ -12,18 +12,20 @@ import torch
 from torch import Tensor
 
 from wfm_ds.engine.forward import Forward
+from wfm_ds.models import vae
 from wfm_ds.models.base import DiffusionModel, NegativeText
 from wfm_ds.models.conditional_frames import with_conditional_frames
 from wfm_ds.models.text_cache import TextCache
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.sampling.denoise import Plan, Trajectory
 from wfm_ds.sampling.noise import seeded_normal
-from wfm_ds.sampling.plan import deterministic_plan
+from wfm_ds.sampling.plan import evaluation_plan
 from wfm_ds.types import Prompt
 
 if TYPE_CHECKING:
     from wfm_ds.types import ConditionalFrames, Conditioning
 
+DECODED_PIXELS = 2**20  # of videos at once, unless one has more: as many as a picture of 1024 x 1024
 UNCONDITIONAL = "uncond"  # the purpose of the forwards that guidance contrasts with
 
 
@@ -52,7 +54,12 @@ class Sampler:
 
     def evaluation_plan(self) -> Plan:
         """Deterministic, whatever the rollouts do. Raises ModelError for a grid that the scheduler cannot make."""
-        return deterministic_plan("ode", self.model.sigmas(self.settings.eval_steps, self.latent_shape))
+        return evaluation_plan(self.eval_solver, self.model.sigmas(self.settings.eval_steps, self.latent_shape))
+
+    @property
+    def eval_solver(self) -> str:
+        """The solver of validation and of `wfm_ds.generate`: the recipe's, else of the order that the pipeline's is."""
+        return self.settings.eval_solver or self.model.stock_solver
 
     def generate(
         self,
@@ -104,9 +111,19 @@ class Sampler:
         not is shown as mid-grey latents and must not be scored."""
         finite = finite_samples(latents)
         shown = torch.stack([row if ok else torch.zeros_like(row) for row, ok in zip(latents, finite, strict=True)])
-        # One sample after the other: decoded at once, a batch of them needs more memory than the denoiser.
-        parts = [self.model.to_uint8(self.model.decode(part)) for part in torch.split(shown, 1)]
-        return np.concatenate(parts), finite
+        parts = torch.split(shown, self.decode_batch(latents.shape[1:]))
+        return np.concatenate([self.model.to_uint8(self.model.decode(part)) for part in parts]), finite
+
+    def decode_batch(self, shape: Sequence[int]) -> int:
+        """How many samples with latents of this shape are decoded at once: pictures one by one, small videos together.
+
+        All videos of a batch would need more memory than the denoiser, a small one alone leaves a device idle.
+        """
+        if not self.model.video:
+            return 1
+        size, (*_, h, w) = self.settings, self.latent_shape
+        frame = shape[-2] * shape[-1] * (size.height // h) * (size.width // w)
+        return max(1, DECODED_PIXELS // (frame * vae.frames_at_once(self.model.pipeline.vae, size.num_frames)))
 
 
 def finite_samples(latents: Tensor) -> list[bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from diffusers import AutoencoderKLWan
 from torch import Tensor
 
 POSTERIOR_ATTRIBUTES = ("latent_dist", "latents", "latent")  # KL and Wan, AutoencoderTiny, AutoencoderDC
@@ -24,6 +25,14 @@ def decode(vae: Any, latents: Tensor) -> Tensor:
     shift, scale = affine(vae)
     pixels: Tensor = vae.decode(latents / scale + shift, return_dict=False)[0]
     return pixels
+
+
+def frames_at_once(vae: Any, num_frames: int) -> int:
+    """How many frames of a video of this many are in the works together while it is decoded: of VAEs that go from one
+    latent frame to the next those of one, else all."""
+    if isinstance(vae, AutoencoderKLWan):
+        return min(num_frames, int(vae.config.scale_factor_temporal))
+    return num_frames
 
 
 def affine(vae: Any) -> tuple[Tensor | float, Tensor | float]:

@@ -177,10 +177,6 @@ def check_combinations(
         raise RecipeError(f"{source}: offload to nvme cannot serve the copies ({copies}); use cpu")
     if any(devices.values()) and from_json.get("zero_force_ds_cpu_optimizer", True):
         raise RecipeError(f"{source}: offload needs zero_force_ds_cpu_optimizer: false (torch's AdamW)")
-    if zero.get("zero_hpz_partition_size", 1) != 1 and copies:
-        raise RecipeError(
-            f"{source}: zero_hpz_partition_size makes forwards of the copies ({copies}) use stale weights; use zero3"
-        )
     if zero.get("memory_efficient_linear"):
         raise RecipeError(
             f"{source}: zero_optimization.memory_efficient_linear must be false: it replaces every linear()"

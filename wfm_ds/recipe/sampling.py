@@ -109,7 +109,7 @@ class SamplingRecipe(Section):
     solver: Literal["ode", "dpm2", "flow_sde", "dance", "cps", "edm_2ab", "edm_euler"] = "ode"
     """Rollout solver: deterministic `ode` (Euler) or `dpm2` (second-order multistep); stochastic `flow_sde`
     (Flow-GRPO), `dance` (DanceGRPO) or `cps` (Flow-CPS); or, for ddrl, `edm_2ab` (two-step Adams-Bashforth) or
-    `edm_euler`, which churn on a grid of their own. Validation always uses `ode`."""
+    `edm_euler`, which churn on a grid of their own. Validation has `eval_solver`."""
     noise_level: PositiveFloat | None = None
     """How much noise a stochastic solver injects. Unset: .7 for flow_sde, .3 for dance, .8 for cps (at most 1)."""
     window: Window | None = Field(default=None, discriminator="kind")
@@ -128,6 +128,9 @@ class SamplingRecipe(Section):
     """EDM solvers: factor of the added noise's standard deviation. Unset: 1."""
     eval_steps: PositiveInt = 40
     """Denoising steps in validation and samples."""
+    eval_solver: Literal["ode", "dpm2"] | None = None
+    """Solver of validation and samples: `ode` (Euler) or `dpm2` (second-order multistep). Unset: dpm2 where the
+    pipeline's own scheduler is a multistep one (SANA, Wan, Cosmos), else ode."""
     guidance_scale: Annotated[float, Field(ge=1)] = 1.0
     """w in v_uncond + w * (v_cond - v_uncond), in rollouts, validation and samples; 1 runs no unconditional pass."""
     guidance_scale_low: Annotated[float, Field(ge=1)] | None = None

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wfm_ds.data.replica import pack_prompt, unpack_prompt
+from wfm_ds.data.samples import pack_prompt, unpack_prompt
 from wfm_ds.rollout.groups import Group
 from wfm_ds.rollout.members import RolloutSample, finite
 from wfm_ds.sampling.denoise import FlowPlan, StoredStep, Trajectory

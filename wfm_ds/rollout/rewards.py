@@ -255,7 +255,7 @@ class RewardClient:
         self._pipe.close()
 
     def _offered(self, function: RewardFunction) -> int:
-        """The max_batch of a reward at the service. Raises RewardError if the service does not compute it, or not in this way."""
+        """The max_batch of a reward at the service. Raises RewardError if the service does not compute it so."""
         info = self._pipe.kinds.get(f"score:{function.name}")
         if info is None:
             offers = ", ".join(sorted(kind.removeprefix("score:") for kind in self._pipe.kinds))

@@ -104,8 +104,9 @@ class AsyncSource:
         if self.lead is not None:
             self.lead.published(step)
 
-    def wait(self, step: int) -> None:
-        """Collective. Raises RunError on all ranks when nothing is finished for rollout.timeout_s."""
+    def wait(self, step: int) -> bool:
+        """Collective. False if a rank is asked to stop before the step's samples are there. Raises RunError on all
+        ranks when nothing is finished for rollout.timeout_s."""
         ready, error = False, ""
         with self.job.timer("rollout_wait"):
             while not ready:
@@ -115,7 +116,8 @@ class AsyncSource:
                 if error:
                     raise RunError(error)
                 if not ready and self.job.should_stop():
-                    return
+                    return False
+        return True
 
     def next(self, step: int) -> StepRollouts:
         """Collective; `wait` has returned. Raises RunError on all ranks if a sample cannot be fetched or read."""
@@ -178,8 +180,10 @@ class AsyncSource:
     def _rollouts(
         self, chunk: _Planned, arrays: _Arrays | None, samples: Sequence[RolloutSample], rows: range, step: int
     ) -> list[Rollout]:
-        """Give these rows of the step to every rank of the replica, whose leader alone has the chunk's arrays: the hub sends
-        them once, and the ranks have the faster network. Collective in the replica."""
+        """Give these rows of the step to each rank of the replica, whose leader alone has the chunk's arrays.
+
+        The hub sends them once, and the ranks have the faster network. Collective in the replica.
+        """
         world, plan = self.job.world, self.algorithm.plan(step)
         assert isinstance(plan, FlowPlan)
         if chunk.staleness is None:

@@ -37,16 +37,18 @@ class SolverStep:
     correction: float = 0.0
 
 
-def solver_steps(solver: str, sigmas: Tensor) -> list[SolverStep]:
+def solver_steps(solver: str, sigmas: Tensor, *, max_correction: float = math.inf) -> list[SolverStep]:
     """The N steps of `solver` on the grid `sigmas`: [N+1] float64 on the CPU, descending from at most 1 to 0.
 
     `ode` is Euler. `dpm2` is DPM-Solver++ 2M (arXiv 2211.01095, midpoint form) on the flow: second order, except for
-    step 0, the last step, and step 1 when the grid starts at 1. Raises ValueError for any other grid or solver.
+    step 0, the last step, step 1 when the grid starts at 1, and those whose correction would be above `max_correction`.
+    Raises ValueError for any other grid or solver.
     """
     grid = _checked_grid(sigmas)
     corrections = [0.0] * (len(grid) - 1)
     if solver == "dpm2":
-        corrections[1:-1] = [_second_order(*grid[i - 1 : i + 2]) for i in range(1, len(grid) - 2)]
+        second_order = [_second_order(*grid[i - 1 : i + 2]) for i in range(1, len(grid) - 2)]
+        corrections[1:-1] = [0.0 if correction > max_correction else correction for correction in second_order]
     elif solver != "ode":
         raise ValueError(f"{solver!r} is no solver; the solvers are {', '.join(SOLVERS)}")
     return [SolverStep(*pair, c) for pair, c in zip(itertools.pairwise(grid), corrections, strict=True)]

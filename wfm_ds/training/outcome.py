@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from wfm_ds.errors import RunError
+from wfm_ds.training.speed import speed_metrics, speed_note
 
 if TYPE_CHECKING:
     from wfm_ds.engine.engine import StepResult
@@ -35,6 +36,15 @@ class StepReport:
     def last(self) -> Mapping[str, float]:
         """The last value of each metric."""
         return {**self.step, **self.updates[-1]}
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What some rank knew when a step ended, and all know since: decisions that they must take together."""
+
+    stop: bool  # asked to stop
+    save: bool  # asked for a checkpoint
+    writing: bool  # its share of the last checkpoint is not on disk yet
 
 
 class FiniteSteps:
@@ -65,22 +75,29 @@ def engine_metrics(job: Job, result: StepResult) -> dict[str, float]:
     }
 
 
-def finish_step(job: Job, step: int, report: StepReport) -> None:
-    """Write the metrics of a step's optimizer steps, one line each; collective.
+def finish_step(job: Job, step: int, report: StepReport, *, writing: bool) -> Agreed:
+    """Write the metrics of a step's optimizer steps, one line each; collective, in one exchange.
 
-    The first line also has the times, counts and speed of the whole step.
+    The first line also has the times, counts and speed of the whole step. writing: this rank's share of a checkpoint is
+    not on disk yet.
     """
     first, *others = report.lines
-    times = job.timer.collect(job.world)
+    work = job.engine.take_work()  # within the step's time: it takes seconds at first
+    times, agreed = agree(job, job.timer.lap(), writing=writing)
+    speed = speed_metrics(job, work, report.samples, times["time/step"])
     counts = {f"perf/forwards_{name}": float(count) for name, count in sorted(job.forward.counts.items())}
     job.forward.counts.clear()
-    speed = {
-        "perf/samples_per_s": report.samples / times["time/step"],
-        "perf/samples_per_s_per_gpu": report.samples / times["time/step"] / job.world.size,
-    }
     first_update = (step - 1) * job.derived.updates_per_step + 1
     for update, metrics in enumerate([{**first, **times, **counts, **speed}, *others], first_update):
         job.monitor.scalars(update, metrics)
     headline = next((m for m in ("reward/total/mean", "sft/loss", "loss/total") if m in first), None)
-    note = f"{headline} {first[headline]:.4f}" if headline else ""
-    job.monitor.progress(step, samples=report.samples, note=note)
+    notes = [f"{headline} {first[headline]:.4f}"] if headline else []
+    job.monitor.progress(step, samples=report.samples, note=", ".join([*notes, speed_note(speed)]))
+    return agreed
+
+
+def agree(job: Job, times: Mapping[str, float], *, writing: bool) -> tuple[dict[str, float], Agreed]:
+    """Return the times of the slowest rank, and what all ranks must agree on; collective."""
+    flags = {"save": job.stop.take_save(), "stop": job.stop.is_set, "writing": writing}
+    largest = job.world.maxima({**times, **flags})
+    return {name: largest[name] for name in times}, Agreed(**{name: largest[name] > 0 for name in flags})

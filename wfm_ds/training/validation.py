@@ -49,6 +49,7 @@ class Validator:
             self.evaluate(0)
         self.job.timer.restart()
         self.job.forward.counts.clear()
+        self.job.engine.forget_work()
 
     def state(self) -> dict[str, Any]:
         """The last evaluation, as JSON."""

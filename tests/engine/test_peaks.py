@@ -1,0 +1,36 @@
+import pytest
+import torch
+
+from wfm_ds.engine.peaks import PEAKS, peak_of, peak_tflops
+
+
+@pytest.mark.parametrize(
+    ("name", "bfloat16"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A100-PCIE-40GB", 312.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+    ],
+)
+def test_devices_are_known_by_their_names(name, bfloat16):
+    assert peak_of(name).bfloat16 == bfloat16
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA L40", "NVIDIA A1000", "Quadro", ""])
+def test_other_devices_have_no_peak(name):
+    assert peak_of(name) is None
+
+
+def test_wider_numbers_are_never_faster():
+    assert all(peak.bfloat16 >= peak.tf32 >= peak.float32 for _, peak in PEAKS)
+
+
+def test_a_cpu_has_no_peak():
+    assert peak_tflops(torch.device("cpu"), torch.bfloat16) is None

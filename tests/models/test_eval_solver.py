@@ -1,0 +1,81 @@
+"""Validation and `wfm_ds.generate` draw with a solver of the order of the pipeline's own scheduler."""
+
+import pytest
+import torch
+
+from families import CASES, PROMPTS, stock
+from wfm_ds.engine.forward import CountedForward
+from wfm_ds.models import registry
+from wfm_ds.models.sampler import Sampler
+from wfm_ds.models.text_cache import TextCache
+from wfm_ds.recipe.sampling import SamplingRecipe
+from wfm_ds.sampling.noise import seeded_normal
+from wfm_ds.sampling.plan import MAX_CORRECTION, deterministic_plan, evaluation_plan
+from wfm_ds.types import Prompt
+
+STEPS = 10
+MULTISTEP = [
+    "sana",
+    "wan21",
+    pytest.param("sana_video", marks=pytest.mark.slow),
+    pytest.param("wan22", marks=pytest.mark.slow),
+    pytest.param("wan22_ti2v", marks=pytest.mark.slow),
+    pytest.param("cosmos25", marks=pytest.mark.slow),
+]
+
+
+def sampler(folder, family, **settings):
+    case = CASES[family]
+    model = registry.load(folder, dtype=torch.float32, device="cpu", **case.load_options)
+    height, width, frames = case.size
+    recipe = SamplingRecipe(height=height, width=width, num_frames=frames, eval_steps=STEPS, **settings)
+    return Sampler(model=model, texts=TextCache(model), settings=recipe, forward=CountedForward(model.denoise))
+
+
+def drawn(ours, pixels):
+    """Largest and mean distance of our samples from these, in pixels of [0, 1]."""
+    prompts = [Prompt(id=text, text=text) for text in PROMPTS]
+    clean = ours.generate("validation", prompts, [0, 1], ours.evaluation_plan()).clean
+    difference = (ours.model.decode(clean) - pixels).abs()
+    return float(difference.max()), float(difference.mean())
+
+
+@pytest.mark.parametrize("family", MULTISTEP)
+def test_samples_are_nearer_to_the_stock_pipeline_s_than_euler_s(tiny_pipelines, family):
+    folder, case = tiny_pipelines(family), CASES[family]
+    ours, euler = sampler(folder, family), sampler(folder, family, eval_solver="ode")
+    assert (ours.eval_solver, euler.eval_solver) == ("dpm2", "ode")
+    noise = seeded_normal([0, 1], ours.latent_shape, torch.device("cpu"))
+    call = ours.model.pipeline_call(1.0, *case.size) | {"num_inference_steps": STEPS, "output_type": "pt"}
+    pixels = stock(folder, case)(PROMPTS, latents=noise, **call)[0]
+    pixels = pixels.transpose(1, 2) if ours.model.video else pixels  # frames come before channels
+    (most, mean), (most_of_euler, mean_of_euler) = drawn(ours, pixels), drawn(euler, pixels)
+    assert most < 0.5 * most_of_euler
+    assert mean < 0.6 * mean_of_euler
+
+
+def test_a_scheduler_of_first_order_is_followed_by_euler(tiny_pipelines):
+    assert sampler(tiny_pipelines("sd3"), "sd3").eval_solver == "ode"
+    assert sampler(tiny_pipelines("sd3"), "sd3", eval_solver="dpm2").eval_solver == "dpm2"
+
+
+def end_of(plan, grid):
+    """Where the plan ends for Gaussian data of deviation 1/2 about 1, of which the velocity is known at every level."""
+
+    def velocity(latents, sigma):
+        spread = (1 - sigma) ** 2 * 0.25 + sigma**2
+        clean = 1 + (1 - sigma) * 0.25 * (latents - (1 - sigma)) / spread
+        return (latents - (1 - sigma) * clean) / sigma - clean
+
+    noise = torch.full((1, 1, 1, 1), 0.8)
+    return float(plan("dpm2", grid).run(velocity, noise, [0]).clean), 1 + 0.5 * 0.8
+
+
+def test_a_last_level_near_zero_is_reached_by_euler():
+    grid = torch.tensor([1.0, 0.8, 0.6, 0.4, 0.2, 1e-5, 0.0], dtype=torch.float64)
+    corrections = [step.correction for step in deterministic_plan("dpm2", grid).steps]
+    assert corrections[4] > MAX_CORRECTION
+    assert [step.correction for step in evaluation_plan("dpm2", grid).steps] == [*corrections[:4], 0.0, 0.0]
+    far, exact = end_of(deterministic_plan, grid)
+    near, _ = end_of(evaluation_plan, grid)
+    assert abs(near - exact) < 0.5 * abs(far - exact)

@@ -1,0 +1,75 @@
+"""ZeRO-3 with a copy of the weights in each node trains, and shows every policy, like ZeRO-3 without."""
+
+import json
+
+import pytest
+import torch
+
+from multi_rank.training import ROOT, build, follow, full_tensors, predict, train_step
+from ranks import started
+
+NODE = 2  # ranks that share a copy, of four
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    with started(4, tmp_path_factory.mktemp("four_ranks")) as ranks:
+        yield ranks
+
+
+def zero3(folder, **keys):
+    config = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
+    config["zero_optimization"] |= keys
+    path = folder / f"{'_'.join(['zero3', *keys])}.json"
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+def train_and_show(config, lora, dtype):
+    """Losses and norms of two steps, after each of them what every policy predicts, twice in a row, and how many
+    parameters had a copy in the node then."""
+    kind = getattr(torch, dtype)
+    engine = build(config, lora=lora, model={"dtype": dtype})
+    rows, outputs, copies = [], [], 0
+    for step in range(2):
+        result, loss = train_step(engine, step, kind)
+        follow(engine, result)
+        rows.append([loss, result.grad_norm])
+        for policy in ("old", "train", "ema", "ref"):
+            with engine.policy(policy), torch.no_grad():
+                outputs += [predict(engine.forward_module, [step], kind) for _ in range(2)]
+                copies += sum(p.ds_secondary_tensor is not None for p in engine.module.parameters())
+    tensors = {policy: full_tensors(engine, policy) for policy in ("train", "old", "ema")}
+    return {"rows": rows, "outputs": outputs, "tensors": tensors, "copies": copies}
+
+
+CASES = {
+    "full": {"lora": False, "dtype": "float32", "threshold": 0},
+    "adapters": {"lora": True, "dtype": "bfloat16", "threshold": 0},
+    "persistent": {"lora": False, "dtype": "bfloat16", "threshold": 100},
+}
+
+
+def run(ranks, folder, threshold, hpz, **settings):
+    return ranks.run(
+        train_and_show, config=zero3(folder, stage3_param_persistence_threshold=threshold, **hpz), **settings
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(four_ranks, tmp_path_factory):
+    """All cases without copies, before any with them: DeepSpeed keeps the groups of nodes as long as the process."""
+    folder = tmp_path_factory.mktemp("plain")
+    return {name: run(four_ranks, folder, hpz={}, **case) for name, case in CASES.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_copies_inside_a_node_change_nothing(four_ranks, plain, tmp_path, name):
+    shared = run(four_ranks, tmp_path, hpz={"zero_hpz_partition_size": NODE}, **CASES[name])
+    for got, want in zip(shared, plain[name], strict=True):
+        assert got["copies"] > 0 == want["copies"]
+        assert got["rows"] == want["rows"]
+        assert all(map(torch.equal, got["outputs"], want["outputs"]))
+        for policy, tensors in want["tensors"].items():
+            assert all(torch.equal(got["tensors"][policy][name], tensor) for name, tensor in tensors.items())

@@ -1,0 +1,78 @@
+"""The speed in a run's metrics: FLOPs that were counted independently, over the time that the run measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.flops import Subject, flops_of_sample, step_forwards
+from multi_rank.resuming import train_on_rank
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.derived import derive
+from wfm_ds.training.flops import work_of
+
+ROOT = Path(__file__).parent.parent.parent
+TINY = ROOT / "recipes" / "tiny"
+PEAK = 0.5  # TFLOP/s
+COMMON = [
+    *("logging.console=false", "logging.sample_every=0", f"logging.peak_tflops={PEAK}"),
+    *("validation.at_start=true", "validation.every=0", "run.steps=2"),
+]
+RL = [f"data.path={TINY / 'prompts' / 'colors'}", "algorithm.zero_std=keep", "sampling.guidance_scale=2"]
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    from wfm_ds.data.digits import write_digits
+
+    folder = tmp_path_factory.mktemp("digits")
+    write_digits(folder)
+    return folder / "images"
+
+
+def counted_work(folder, world_size):
+    """(all FLOPs, those of them that repeat a forward) of one rank, by step, as benchmarks/flops.py counts them."""
+    recipe = recipe_file.load(folder / "recipe.yaml")
+    subject = Subject.of(recipe)
+    flops, derived = flops_of_sample(recipe, subject), derive(recipe, world_size)
+    steps = step_forwards(recipe, derived, subject.model)
+    share = recipe.engine.sequence_parallel
+    found = []
+    for step in steps * (recipe.run.steps // len(steps)):
+        work = work_of(step, flops).values()
+        found.append((sum(w.total for w in work) / share, sum(w.recompute for w in work) / share))
+    return found
+
+
+def assert_speed(folder, world_size):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "time/step" in line]
+    work = counted_work(folder, world_size)
+    assert len(lines) == len(work) == 2
+    for line, (done, repeated) in zip(lines, work, strict=True):
+        assert line["perf/tflops_per_gpu"] * 1e12 * line["time/step"] == pytest.approx(done, rel=1e-9)
+        assert line["perf/mfu"] * PEAK * 1e12 * line["time/step"] == pytest.approx(done - repeated, rel=1e-9)
+        assert 0.05 < line["perf/peak_memory_gib"] < 100
+        assert line["perf/samples_per_second"] > 0
+
+
+def test_an_nft_run_states_the_flops_of_its_forwards(one_rank, tiny_pipelines, tmp_path):
+    words = [f"run.output_dir={tmp_path / 'run'}", f"model.path={tiny_pipelines('sd3')}", *COMMON, *RL]
+    one_rank.run(train_on_rank, recipe=str(TINY / "sd3_nft.yaml"), overrides=words)
+    assert_speed(tmp_path / "run", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["lora=null", "engine.deepspeed=zero3", "model.gradient_checkpointing=true"],
+        ["engine.deepspeed=zero2", "engine.sequence_parallel=2"],
+        ["lora={rank: 4, alpha: 8}", "engine.deepspeed=zero3", "model.gradient_checkpointing=true"],
+    ],
+    ids=["full zero3", "sequence parallel", "adapters zero3"],
+)
+def test_an_sft_run_states_the_flops_of_its_share(two_ranks, tiny_pipelines, digits, tmp_path, overrides):
+    words = [f"run.output_dir={tmp_path / 'run'}", f"model.path={tiny_pipelines('sd3')}", f"data.path={digits}"]
+    two_ranks.run(train_on_rank, recipe=str(TINY / "sd3_sft.yaml"), overrides=[*words, *COMMON, *overrides])
+    assert_speed(tmp_path / "run", 2)

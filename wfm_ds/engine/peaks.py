@@ -1,0 +1,61 @@
+"""How many operations a second devices can do at most, by name: what a model's utilisation is measured against.
+
+Dense matrix products in TFLOP/s, from the makers' data sheets. A device that is not in the table has no peak: a recipe
+may state one (`logging.peak_tflops`).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """TFLOP/s of one device by the kind of numbers, accumulated in float32."""
+
+    bfloat16: float
+    tf32: float
+    float32: float
+
+
+# Words that a device's name holds, and its peak; the first row that fits counts, so the special ones stand first.
+PEAKS = (
+    ({"B200"}, Peak(2250.0, 1125.0, 75.0)),
+    ({"H200", "NVL"}, Peak(835.5, 417.5, 60.0)),
+    ({"H200"}, Peak(989.4, 494.7, 66.9)),
+    ({"GH200"}, Peak(989.4, 494.7, 66.9)),
+    ({"H100", "PCIe"}, Peak(756.0, 378.0, 51.2)),
+    ({"H100", "NVL"}, Peak(835.5, 417.5, 60.0)),
+    ({"H100"}, Peak(989.4, 494.7, 66.9)),
+    ({"H800"}, Peak(989.4, 494.7, 66.9)),
+    ({"H20"}, Peak(148.0, 74.0, 44.0)),
+    ({"A100"}, Peak(312.0, 156.0, 19.5)),
+    ({"A800"}, Peak(312.0, 156.0, 19.5)),
+    ({"L40S"}, Peak(362.0, 183.0, 91.6)),
+    ({"L4"}, Peak(121.0, 60.0, 30.3)),
+    ({"A10"}, Peak(125.0, 62.5, 31.2)),
+    ({"A10G"}, Peak(70.0, 35.0, 31.2)),
+    ({"RTX", "4090"}, Peak(165.2, 82.6, 82.6)),
+    ({"MI300X"}, Peak(1307.4, 653.7, 163.4)),
+)
+
+
+def peak_of(name: str) -> Peak | None:
+    """The peak of the device with this name (`torch.cuda.get_device_name`); None if the table lacks it."""
+    words = set(re.split(r"[\s\-]+", name))
+    if "Laptop" in words:  # another chip under the same name
+        return None
+    return next((peak for known, peak in PEAKS if known <= words), None)
+
+
+def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """What the device's matrix products in this dtype can reach; None on a device without a known peak."""
+    peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if peak is None:
+        return None
+    if dtype == torch.bfloat16:
+        return peak.bfloat16
+    return peak.tf32 if torch.backends.cuda.matmul.allow_tf32 else peak.float32

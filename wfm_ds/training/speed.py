@@ -1,0 +1,65 @@
+"""The numbers that people look at first: samples a second, TFLOP/s, utilisation and peak memory of a step."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from wfm_ds.engine.engine import DTYPES
+from wfm_ds.engine.peaks import peak_tflops
+
+if TYPE_CHECKING:
+    from wfm_ds.engine.work import Work
+    from wfm_ds.run.job import Job
+
+TERA = 1e12
+GIB = 2**30
+SAMPLES = "perf/samples_per_second"
+TFLOPS = "perf/tflops_per_gpu"
+MFU = "perf/mfu"
+MEMORY = "perf/peak_memory_gib"
+
+
+def speed_metrics(job: Job, work: Work | None, samples: int, seconds: float) -> dict[str, float]:
+    """Metrics of a step that took so long and trained on so many samples, over all ranks.
+
+    work: this rank's part of it, None where it is not known. Rank 0 stands for all: the ranks run the same forwards,
+    but where data.buckets gives each of them other sizes.
+    """
+    metrics = {SAMPLES: samples / seconds, MEMORY: take_peak_memory_gib(job.world.device)}
+    if work is None:
+        return metrics
+    peak = job.recipe.logging.peak_tflops or peak_tflops(job.world.device, DTYPES[job.recipe.model.dtype])
+    # The ranks of a replica share the work of its forwards.
+    return metrics | rates(work, seconds * job.world.sp_size, peak)
+
+
+def rates(work: Work, seconds: float, peak: float | None) -> dict[str, float]:
+    """TFLOP/s of all work, and the share of the peak that the needed part of it is. Without any work: nothing."""
+    if work.needed == 0:
+        return {}
+    tflops = {TFLOPS: (work.needed + work.repeated) / TERA / seconds}
+    return tflops if peak is None else tflops | {MFU: work.needed / TERA / seconds / peak}
+
+
+def take_peak_memory_gib(device: torch.device) -> float:
+    """The most memory that this rank reserved on its device since the last call; on a CPU, the largest resident size of
+    the process since it began."""
+    if device.type == "cuda":
+        reserved = torch.cuda.max_memory_reserved(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return reserved / GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+
+
+def speed_note(metrics: Mapping[str, float]) -> str:
+    """`312 TFLOP/s a GPU, MFU 32 %, 61.2 GiB`, for the console; what is unknown is left out."""
+    parts = []
+    if TFLOPS in metrics:
+        parts.append(f"{metrics[TFLOPS]:.3g} TFLOP/s a GPU")
+    if MFU in metrics:
+        parts.append(f"MFU {metrics[MFU]:.0%}")
+    return ", ".join([*parts, f"{metrics[MEMORY]:.1f} GiB"])
