@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wfm_ds.algorithms import build_rl
-from wfm_ds.algorithms.flow_grpo import clipped_policy_loss, guarded_log_ratio, importance_weight, kl_scale
+from wfm_ds.algorithms.flow_grpo import clipped_policy_loss, drift, guarded_log_ratio, kl_scale
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import RolloutRecipe
@@ -424,45 +424,53 @@ STALE = {"mode": "async", "max_staleness": 1}
 
 @pytest.mark.parametrize("old_log_prob", ["auto", "recompute"])
 @pytest.mark.parametrize("guard", [False, True])
-def test_samples_of_older_weights_are_corrected_to_the_old_policy(old_log_prob, guard):
+def test_steps_that_the_weights_have_moved_away_from_are_dropped(old_log_prob, guard):
     keys = {"guard": guard, "clip_ratio": 0.05, "updates_per_rollout": 2}
-    rl = algorithm(old_log_prob=old_log_prob, rollout=STALE, **keys)
+    rl = algorithm(old_log_prob=old_log_prob, rollout=STALE, max_drift=1.5, **keys)
     fresh = algorithm(old_log_prob="recompute", **keys)
     sampler = Denoiser()
     old, now = sampler.moved(0.7), sampler.moved(0.8)
     rollouts = rolled_out(rl, sampler)
     for update, references in enumerate(({}, {"old": old})):
         policy = now if references else old  # the first update has the old weights
-        weights = []
+        moved = []
         for batch in micro_batches(rl, rollouts, update=update, size=3):
             loss, stats, _ = evaluated(rl, batch, policy, **references)
-            uncorrected, _, _ = evaluated(fresh, batch, policy, **references)
-            ratio = torch.exp(rl._log_prob(old(batch.latents, batch.sigma), batch).detach() - batch.rollout_log_prob)
-            weights.append(ratio.clamp(max=2))
-            torch.testing.assert_close(loss, uncorrected * weights[-1])
-            torch.testing.assert_close(stats["policy/correction"], weights[-1])
-        assert (torch.cat(weights) - 1).abs().max() > 0.05
+            whole, _, _ = evaluated(fresh, batch, policy, **references)
+            log_prob = rl._log_prob(old(batch.latents, batch.sigma), batch).detach()
+            moved.append((log_prob - batch.rollout_log_prob).abs() / 0.05)
+            dropped = moved[-1] > 1.5
+            torch.testing.assert_close(loss, torch.where(dropped, 0.0, whole))
+            torch.testing.assert_close(stats["policy/drift"], moved[-1])
+            assert stats["policy/dropped_fraction"].tolist() == dropped.float().tolist()
+        assert 0 < (torch.cat(moved) > 1.5).sum() < len(torch.cat(moved))
 
 
-def test_stale_ratios_to_the_rollout_are_the_correction_themselves():
+def test_stale_ratios_to_the_rollout_drop_nothing():
     rl, fresh = (algorithm(old_log_prob="rollout", rollout=r) for r in (STALE, None))
     sampler = Denoiser()
     for batch in micro_batches(rl, rolled_out(rl, sampler), size=5):
         loss, stats, _ = evaluated(rl, batch, sampler.moved(0.3))
         assert torch.equal(loss, evaluated(fresh, batch, sampler.moved(0.3))[0])
-        assert "policy/correction" not in stats
+        assert "policy/dropped_fraction" not in stats
 
 
-def test_the_correction_is_bounded_and_gives_no_gradient():
-    log_prob = torch.tensor([0.0, 1.0, -1.0], requires_grad=True)
-    weight = importance_weight(log_prob, torch.zeros(3))
-    torch.testing.assert_close(weight, torch.tensor([1.0, 2.0, math.exp(-1)]))
-    assert not weight.requires_grad
+def test_drift_is_in_clip_ranges_and_gives_no_gradient():
+    log_prob = torch.tensor([0.0, 1e-4, -3e-4], requires_grad=True)
+    moved = drift(log_prob, torch.zeros(3), 1e-4)
+    torch.testing.assert_close(moved, torch.tensor([0.0, 1.0, 3.0]))
+    assert not moved.requires_grad
     with pytest.raises(ValueError, match="rollout_log_prob"):
-        importance_weight(log_prob, torch.zeros(3, 1))
+        drift(log_prob, torch.zeros(3, 1), 1e-4)
+
+
+def test_a_bound_that_nothing_reads_is_refused():
+    for rollout, keys in ((None, {}), (STALE, {"old_log_prob": "rollout"})):
+        with pytest.raises(ValueError, match=r"max_drift: only read with rollout.mode: async"):
+            algorithm(rollout=rollout, max_drift=3, **keys)
 
 
 def test_strictly_on_policy_workers_change_nothing_in_the_loss():
     rl = algorithm(rollout={"mode": "async", "max_staleness": 0})
-    assert not rl.corrects
+    assert not rl.drops_stale
     assert rl.references == ()

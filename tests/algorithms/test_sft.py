@@ -150,7 +150,7 @@ def test_weights_are_finite_over_the_whole_range(kind):
 
 
 def test_an_unknown_weight_is_refused():
-    with pytest.raises(ValueError, match="'snr' is no loss weighting"):
+    with pytest.raises(ValueError, match="'snr' is not a loss weighting"):
         loss_weight("snr", torch.zeros(1))
 
 

@@ -1,4 +1,4 @@
-"""What is optimised: pure functions and classes without deepspeed, sockets or files."""
+"""Losses and algorithms: pure functions and classes without deepspeed, sockets or files."""
 
 from typing import Any, TypeAlias
 

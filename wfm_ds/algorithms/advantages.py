@@ -132,7 +132,7 @@ def step_advantages(
 
 
 def _compared_columns(rewards: Rewards, combine: str) -> list[tuple[float, Array]]:
-    """What is compared within groups, with its weight: by sample, NaN where there is no reward."""
+    """The values that are compared within groups, each with its weight: by sample, NaN where there is no reward."""
     if combine == "sum":
         return [(1.0, np.array([math.nan if r is None else r for r in rewards.totals], np.float64))]
     nothing = (math.nan,) * len(rewards.weights)

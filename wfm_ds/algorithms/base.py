@@ -1,4 +1,4 @@
-"""What the RL loop asks of an algorithm. Pure torch and numpy: no engine, no file, no collective."""
+"""The interface between the RL loop and an algorithm. Pure torch and numpy: no engine, no file, no collective."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     Settings: ClassVar[type[RlSettings]]
     """The recipe's section `algorithm`."""
     area: ClassVar[str]
-    """What the tags of its own metrics begin with."""
+    """The first word of the tags of its own metrics."""
     settings: RlSettings
     rollout_policy = "train"
-    """That denoises: the trained weights, or a copy."""
+    """The policy that denoises: the trained weights, or a copy."""
     references: tuple[str, ...] = ()
     """Policies whose predictions the loss gets beside the trained one's, in the order of their forwards. One is missing
     where its weights equal the trained ones: the loss detaches its own prediction."""
@@ -59,7 +59,7 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
 
     @abstractmethod
     def plan(self, step: int) -> Plan:
-        """How the rollouts of this RL step are denoised and which of their steps are stored."""
+        """Return how the rollouts of this RL step are denoised and which of their steps are stored."""
 
     def advantages(self, rewards: Rewards, groups: Sequence[str]) -> Advantages:
         """One for each sample of all ranks; None where it is not trained on."""

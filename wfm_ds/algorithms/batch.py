@@ -1,4 +1,4 @@
-"""What a training loop hands to an algorithm's loss."""
+"""The terms and batches that a training loop hands to an algorithm's loss."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ class TermBatch:
     conditional_frames: ConditionalFrames | None = None  # of these samples
 
     def for_references(self) -> TermBatch:
-        """What the policies that the loss compares with are asked about: all of it, unless an algorithm says less."""
+        """Return the part that other policies predict for the loss: all of it, unless an algorithm says less."""
         return self

@@ -45,7 +45,7 @@ class DdrlTerm(Term):
 
 @dataclass(frozen=True, slots=True)
 class DataNoise:
-    """How a term's data is noised."""
+    """The noise on a term's data."""
 
     sigma: float
     seed: int
@@ -233,7 +233,7 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
         return of_terms.index_add(0, batch.data_rows, losses), of_terms.index_fill(0, batch.data_rows, 1.0)
 
     def _measured(self, log_rho: Tensor, batch: DdrlBatch) -> Stats:
-        """How far the policy is from the one that rolled out; detached [B]."""
+        """Measure how far the policy is from the one that rolled out; detached [B]."""
         if self.on_policy:  # before the only update of the step the ratio is 1
             return {}
         deviation, positive = torch.expm1(log_rho), batch.advantage > 0

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_CORRECTION = 2.0  # of a sample from older weights, by which its credit may grow
 START_DEVIATION = 0.1  # of the clip range, by which ratios may miss 1 before the first update of an RL step
 
 
@@ -50,11 +49,13 @@ def clipped_policy_loss(log_ratio: Tensor, advantage: Tensor, clip_low: float, c
     return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip_low, 1 + clip_high))
 
 
-def importance_weight(old_log_prob: Tensor, rollout_log_prob: Tensor) -> Tensor:
-    """min(p_old / p_rollout, MAX_CORRECTION) of each term [B], constant: what a sample of other weights counts for the
-    old policy. Both [B] float32."""
+def drift(old_log_prob: Tensor, rollout_log_prob: Tensor, clip_range: float) -> Tensor:
+    """|log p_old - log p_rollout| of each term [B] in units of the clip range, constant: how far the weights have moved
+    since they made the sample. Both [B] float32, means over elements as everywhere here: no importance weight follows
+    from them, since the true ratio is their n-th power, for n elements, and says only that a sample is all or nothing.
+    """
     require_vectors(old_log_prob, old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob)
-    return torch.exp(old_log_prob - rollout_log_prob).clamp(max=MAX_CORRECTION).detach()
+    return ((old_log_prob - rollout_log_prob).abs() / clip_range).detach()
 
 
 def guarded_log_ratio(mean: Tensor, old_mean: Tensor, next_latents: Tensor, std: Tensor) -> Tensor:
@@ -68,7 +69,7 @@ def guarded_log_ratio(mean: Tensor, old_mean: Tensor, next_latents: Tensor, std:
 
 
 def kl_scale(kind: str, coefficients: Tensor, dt: Tensor) -> Tensor:
-    """What mean((v - v_ref)^2) is multiplied by to be the distance of this kind, [B] float64; dt [B] = s' - s < 0.
+    """The factor of mean((v - v_ref)^2) that makes it the distance of this kind, [B] float64; dt [B] = s' - s < 0.
 
     The means of two steps of equal std differ by c_v*(v - v_ref): `gaussian` is c_v^2/(2 s^2), `flow_grpo` has the
     diffusion g^2 = s^2/-dt in place of s^2, `velocity` is 1. Raises ValueError for another kind.
@@ -117,10 +118,10 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         super().__init__(recipe, sigmas)
         s = self.settings
         # Samples of older weights: ratios are either to the weights that sampled (`rollout`), or to those at the start
-        # of the RL step, and then the credit is corrected for what lies between the two.
+        # of the RL step, and then terms that these weights no longer make are dropped.
         self.stale = recipe.is_async and recipe.rl.rollout.max_staleness > 0
-        self.corrects = self.stale and s.old_log_prob != "rollout"
-        self.recalls_old = s.old_log_prob == "recompute" or self.corrects
+        self.drops_stale = self.stale and s.old_log_prob != "rollout"
+        self.recalls_old = s.old_log_prob == "recompute" or self.drops_stale
         self.references = (*(["old"] if self.recalls_old else []), *(["ref"] if s.kl_beta > 0 else []))
         self.clip_low, self.clip_high = s.clip_ratio_low or s.clip_ratio, s.clip_ratio_high or s.clip_ratio
         # A ratio of the first update needs no stored mean unless it is to be the rollout's.
@@ -224,23 +225,25 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         policy = clipped_policy_loss(log_ratio, batch.advantage, self.clip_low, self.clip_high)
         if s.guard and s.guard_reweight:
             policy = policy / -batch.dt
-        correction = {}
-        if self.corrects:
-            weight = importance_weight(old_log_prob, batch.rollout_log_prob)
-            policy, correction = policy * weight, {"policy/correction": weight}
+        staleness: Stats = {}
+        if self.drops_stale:
+            moved = drift(old_log_prob, batch.rollout_log_prob, min(self.clip_low, self.clip_high))
+            dropped = moved > s.max_drift
+            policy = policy.masked_fill(dropped, 0.0)
+            staleness = {"policy/drift": moved, "policy/dropped_fraction": dropped.float()}
         loss, stats = policy, {"loss/policy": policy.detach()}
         if "ref" in references:
             kl = batch.kl_scale * sample_mean((velocity - references["ref"]).square())
             loss = policy + s.kl_beta * kl
             stats |= {"loss/kl": kl.detach(), "kl/ref": kl.detach()}
         measured = self._measured(log_ratio.detach(), log_prob.detach(), old_log_prob, batch)
-        return loss, stats | correction | measured
+        return loss, stats | staleness | measured
 
     def _log_prob(self, velocity: Tensor, batch: TransitionBatch) -> Tensor:
         return sde_log_prob(velocity, batch.latents, batch.next_latents, batch.coefficients)
 
     def _old(self, batch: TransitionBatch, references: Mapping[str, Tensor]) -> Literal["own", "rollout", "recomputed"]:
-        """Where the probabilities under the weights of the rollout come from; `own`: these are still the weights."""
+        """Name the source of the probabilities under the weights of the rollout; `own`: these are still the weights."""
         if self.recalls_old:
             return "recomputed" if "old" in references else "own"
         return "own" if self.settings.old_log_prob == "auto" and batch.first else "rollout"
@@ -271,7 +274,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         return c_x * batch.latents + c_v * velocity
 
     def _measured(self, log_ratio: Tensor, log_prob: Tensor, old_log_prob: Tensor, batch: TransitionBatch) -> Stats:
-        """What tells how far the policy has moved; all detached [B]."""
+        """Measure how far the policy has moved; all detached [B]."""
         deviation, positive = torch.expm1(log_ratio), batch.advantage > 0
         higher, lower = deviation > self.clip_high, deviation < -self.clip_low
         stats: Stats = {

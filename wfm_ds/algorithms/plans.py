@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def noise_level(sampling: SamplingRecipe) -> float:
-    """Of a stochastic solver: the recipe's, else the published one."""
+    """Return the noise level of a stochastic solver: the recipe's, else the published one."""
     return NOISE_LEVELS[sampling.solver] if sampling.noise_level is None else sampling.noise_level
 
 

@@ -57,7 +57,7 @@ WHOLE = Band()
 
 
 def density_bands(algorithm: SftAlgorithm, shift: float, ranges: Sequence[tuple[float, float]]) -> list[Band]:
-    """How the density is shared among the experts with these [low, high) of sigma, in their order."""
+    """Share the density among the experts with these [low, high) of sigma, in their order."""
     return [Band(low, high, *(_share_below(algorithm, shift, sigma) for sigma in (low, high))) for low, high in ranges]
 
 
@@ -75,8 +75,11 @@ def _share_below(algorithm: SftAlgorithm, shift: float, sigma: float) -> float:
 
 
 def drawn_experts(bands: Sequence[Band], run_seed: int, step: int, num_micro_steps: int) -> list[int]:
-    """Which expert all ranks train in each micro-step of an optimizer step: on average over steps as often as its share
-    of the density, in each of them as often up to rounding, in an order drawn for the step."""
+    """Draw the expert that all ranks train in each micro-step of an optimizer step.
+
+    On average over steps an expert comes as often as its share of the density, in each of them as often up to rounding,
+    in an order drawn for the step.
+    """
     ends = list(itertools.accumulate(band.a_high - band.a_low for band in bands))
     offset = uniform(run_seed, "training_expert", step)
     order = keyed_permutation(num_micro_steps, run_seed, "training_expert_order", step)
@@ -150,7 +153,7 @@ def loss_weight(kind: str, sigma: Tensor) -> Tensor:
             return data_square + noise_square
         case "min_snr":
             return torch.minimum(data_square, MIN_SNR_GAMMA * noise_square)
-    raise ValueError(f"{kind!r} is no loss weighting; there are none, sigma_sqrt, cosmap, edm and min_snr")
+    raise ValueError(f"{kind!r} is not a loss weighting; choose none, sigma_sqrt, cosmap, edm and min_snr")
 
 
 def flow_loss(
@@ -180,8 +183,8 @@ def flow_loss(
 
 
 def conditional_counts(algorithm: SftAlgorithm, draws: Sequence[float]) -> Tensor:
-    """How many first latent frames of each sample are given: [B] int64, uniform over the recipe's range by its draw in
-    [0, 1)."""
+    """The number of first latent frames that each sample is given: [B] int64, uniform over the recipe's range by its
+    draw in [0, 1)."""
     low, high = algorithm.min_num_conditional_frames, algorithm.max_num_conditional_frames
     return torch.tensor([low + int(u * (high - low + 1)) for u in draws])
 
@@ -192,6 +195,6 @@ def validation_sigmas(shift: float, num_levels: int = NUM_BUCKETS) -> Tensor:
 
 
 def bucket_of(sigma: Tensor, shift: float, num_buckets: int = NUM_BUCKETS) -> Tensor:
-    """Which of num_buckets equal parts of q each sigma falls into: int64, shape and device of sigma."""
+    """The index of the equal part of q (of num_buckets) for each sigma: int64, shape and device of sigma."""
     q = unshifted(sigma.double(), shift)
     return (q * num_buckets).long().clamp(0, num_buckets - 1)

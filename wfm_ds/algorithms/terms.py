@@ -1,4 +1,4 @@
-"""Which terms are trained on, and their order: permutations that follow from a key."""
+"""The choice of the terms that are trained on, and their order: permutations that follow from a key."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
 
 
 def own_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
-    """What the user's class finds. Raises DataError where it is none, or takes other options than the recipe's."""
+    """Scan by the user's class. Raises DataError where that is not one, or takes other options than the recipe's."""
     key = "data.kind"
     make: Callable[..., SampleSet] = import_class(data.kind, SampleSet, key=key, error=DataError)
     arguments: dict[str, Any] = {"max_bad_fraction": data.max_bad_fraction, **data.options}

@@ -11,7 +11,7 @@ from wfm_ds.recipe.schema import Recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Derived:
-    """How one step is cut over ranks and micro-batches. All counts are exact and the same on every rank.
+    """One step, cut over ranks and micro-batches. All counts are exact and the same on every rank.
 
     The ranks of a replica work on the same samples: what is said of a rank is said of them together.
     """

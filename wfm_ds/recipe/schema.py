@@ -67,7 +67,7 @@ class Recipe(Section):
 
     @property
     def rl(self) -> RlSections:
-        """What the code of reinforcement learning reads. Raises TypeError for another recipe, which is our own bug."""
+        """The sections of reinforcement learning. Raises TypeError for another recipe, which is our own bug."""
         if not isinstance(self.algorithm, RlSettings) or self.rollout is None or self.reward is None:
             raise TypeError(f"algorithm {self.algorithm.name} has neither rollouts nor rewards: ask recipe.is_rl first")
         return RlSections(self.algorithm, self.rollout, self.reward)
@@ -136,7 +136,8 @@ class Recipe(Section):
 
 
 def unread_keys(recipe: Recipe) -> list[str]:
-    """`section.key` of those that have another value than their default: a resolved recipe names all keys."""
+    """Keys that this recipe does not read and that have another value than their default, as `section.key`: a resolved
+    recipe names all keys."""
     data = (*OF_MEDIA, "caption_dropout") if recipe.data.kind == "prompts" else OF_PROMPT_SETS
     unread = [("data", key) for key in data]
     if recipe.is_rl:
@@ -148,7 +149,7 @@ def unread_keys(recipe: Recipe) -> list[str]:
 
 
 def unread_async_keys(recipe: Recipe) -> list[str]:
-    """The same of the keys about workers that generate samples, where the training ranks do."""
+    """Keys about rollout workers, set in a recipe whose training ranks generate the samples, as `section.key`."""
     if recipe.rollout is None or recipe.is_async:
         return []
     return [f"rollout.{key}" for key in recipe.rollout.changed(*OF_ASYNC)]

@@ -39,7 +39,7 @@ class Memory:
 
 
 def memory(recipe: Recipe, denoiser: nn.Module, lora_targets: Sequence[str], world_size: int) -> Memory:
-    """Of a denoiser, which may be on the meta device; `lora_targets` are its family's."""
+    """Estimate for a denoiser, which may be on the meta device; `lora_targets` are its family's."""
     total = sum(parameter.numel() for parameter in denoiser.parameters())
     trained, added = total, 0
     if recipe.lora is not None:

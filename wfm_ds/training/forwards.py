@@ -1,4 +1,4 @@
-"""How often a recipe runs the denoiser: what `perf/forwards_*` will say, known before anything runs.
+"""Counts of denoiser forwards by recipe: what `perf/forwards_*` will say, known before anything runs.
 
 Counts are those of one rank, equal on all ranks (those of a replica run each forward together), and exact as long as
 every optimizer step is applied. With two experts a micro-batch holds terms of one, so an update may run one forward
@@ -44,7 +44,7 @@ class Forwards:
 
 NONE = Forwards(0, 0)
 Guided = Callable[[float], bool]
-"""Whether the prediction at a noise level is guided: whether it takes an unconditional pass."""
+"""Tells for a noise level if the prediction there is guided, that is, takes an unconditional pass too."""
 
 
 def in_batches(samples: int, batch: int, times: int = 1) -> Forwards:
@@ -96,7 +96,7 @@ def rl_step(
 
 
 def equal_policies(algorithm: RlAlgorithm, derived: Derived, step: int) -> set[str]:
-    """Those whose weights are the trained ones when RL step `step` begins: their predictions need no forward."""
+    """Policies whose weights are the trained ones when RL step `step` begins: their predictions need no forward."""
     if step == 1:
         return {algorithm.rollout_policy}
     moves = algorithm.moves(step - 1, (step - 1) * derived.updates_per_step)
@@ -154,7 +154,7 @@ def evaluation(
 
 
 def guided_by(recipe: Recipe, expert_of: Callable[[float], int] = lambda sigma: 0) -> Guided:
-    """Where the recipe's guidance runs, by noise level. `expert_of`: the expert there (DiffusionModel.expert_of)."""
+    """Tell by noise level if the recipe's guidance runs. `expert_of`: DiffusionModel.expert_of."""
     return lambda sigma: recipe.sampling.is_guided(expert_of(sigma))
 
 

@@ -1,4 +1,4 @@
-"""What must hold before a run writes anything: model, data, rewards. Also `--check`. The output folder: output.py."""
+"""The checks before a run writes anything: model, data, rewards. Also `--check`. The output folder: run/folder.py."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def preflight(recipe: Recipe, world_size: int) -> TrainingData:
 
 
 def report(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> str:
-    """What `--check` prints when all is well. Raises UserError otherwise."""
+    """Return what `--check` prints when all is well. Raises UserError otherwise."""
     start = find_start(recipe, world_size, overwrite=overwrite)
     data = preflight(recipe, world_size)
     model = load_model(recipe, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""What every algorithm's section of a recipe shares: its keys, and what it says of itself to the code around it.
+"""The common part of every algorithm's section of a recipe: its keys, and the facts that it states about itself.
 
 Whoever needs to know something about the algorithm of a run asks these properties and methods, never its name. The
 settings stand in recipe/ and the mathematics of the same name in algorithms/, because a recipe is read, checked and
@@ -39,7 +39,7 @@ class OtherSections(Protocol):
 
 
 class ModelFacts(Protocol):
-    """What a loaded model says about itself (models/base.py)."""
+    """The facts that a loaded model states about itself (models/base.py)."""
 
     @property
     def family(self) -> str: ...
@@ -78,12 +78,12 @@ class AlgorithmSettings(Section):
         """Raise UserError for a model that this algorithm, with these settings, cannot train."""
 
     def doubts(self) -> list[str]:
-        """What is possible but probably not meant, a sentence each."""
+        """Name what is possible but probably not meant, a sentence each."""
         return []
 
 
 class RlSettings(AlgorithmSettings):
-    """What every reinforcement learning algorithm makes of the rewards of an RL step (algorithms/advantages.py)."""
+    """The keys of every reinforcement learning algorithm: how rewards become advantages (algorithms/advantages.py)."""
 
     combine: Literal["sum", "mean", "gdpo"] = "sum"
     """Several rewards: `sum` compares their weighted sum; `mean` makes an advantage of each and averages them with

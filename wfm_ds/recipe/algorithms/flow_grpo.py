@@ -39,7 +39,11 @@ class FlowGrpoAlgorithm(RlSettings):
     """Log-probabilities that ratios compare with. `rollout`: those of the rollout; `recompute`: one forward per trained
     step before the first update; `auto`: in the first update the new ones themselves, whose weights are the same, then
     the rollout's. With rollout.max_staleness above 0 the weights are not the same: `auto` is `recompute`, and both
-    correct the credit of a sample by min(p_old / p_rollout, 2)."""
+    drop what these weights have moved away from (max_drift)."""
+    max_drift: PositiveFloat = 10.0
+    """With rollout.max_staleness above 0: a denoise step whose log-probability under the weights at the start of the RL
+    step differs from that of the rollout by more than this many clip ranges does not train the policy. How many are
+    dropped is policy/dropped_fraction."""
     log_prob: Literal["published", "gaussian"] = "published"
     """`published` leaves variance and constant out for the solver cps; its clip_ratio is another one
     than that of `gaussian`."""
@@ -68,6 +72,11 @@ class FlowGrpoAlgorithm(RlSettings):
             )
         if solver != "cps":
             self.require_default("log_prob", unless="sampling.solver: cps")
+        rollout = recipe.rl.rollout
+        if rollout.mode != "async" or rollout.max_staleness == 0 or self.old_log_prob == "rollout":
+            self.require_default(
+                "max_drift", unless="rollout.mode: async, max_staleness above 0 and old_log_prob: auto or recompute"
+            )
         if self.kl_beta > 0 and self.kl_type == "flow_grpo" and solver == "cps":
             raise ValueError("algorithm.kl_type flow_grpo is not defined for sampling.solver cps: choose gaussian")
 
