@@ -75,8 +75,11 @@ class Subject:
     texts: Callable[[bool], Mapping[str, Tensor]]
 
     @classmethod
-    def released(cls, known: Released) -> Subject:
-        return cls(known.title, known.load(), lambda frozen: known.texts(frozen=frozen))
+    def released(cls, known: Released, max_sequence_length: int | None = None) -> Subject:
+        def texts(frozen: bool) -> Mapping[str, Tensor]:
+            return known.texts(frozen=frozen, max_sequence_length=max_sequence_length)
+
+        return cls(known.title, known.load(), texts)
 
     @classmethod
     def of(cls, recipe: Recipe) -> Subject:
@@ -84,7 +87,7 @@ class Subject:
         path = Path(recipe.model.path)
         for known in RELEASED.values():
             if path.name == known.folder and not path.exists():
-                return cls.released(known)
+                return cls.released(known, recipe.model.max_sequence_length)
         model = load_model(recipe, torch.device("cpu"))
         return cls(recipe.model.path, model, lambda _: model.encode_text([""]))
 

@@ -11,7 +11,6 @@ import argparse
 import http.client
 import itertools
 import pickle
-import shutil
 import statistics
 import subprocess
 import sys
@@ -26,8 +25,9 @@ import psutil
 import zmq
 
 from wfm_ds.pipes import wire
+from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.messages import CLIENT_TO_HUB, HUB_TO_CLIENT
-from wfm_ds.pipes.sockets import Dealer, Full, Router, private_folder
+from wfm_ds.pipes.sockets import Dealer, Full, Router
 
 WINDOW = 4  # messages under way
 SMALL = 200  # bytes of a message whose way there and back is timed
@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.receive:
         return receive(options.receive)
-    folder = private_folder()
+    sockets = SocketFolder()
+    folder = sockets.path
     child = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.pipes", "--receive", str(folder)],
         stdin=subprocess.PIPE,
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         child.kill()
         child.wait()
-        shutil.rmtree(folder)
+        sockets.remove()
     from benchmarks import report
 
     sys.stdout.write(report.table(rows) + "\n")

@@ -49,6 +49,7 @@ class Released:
     scheduler: Callable[[], Any]
     conditioning: Mapping[str, tuple[int, ...]]  # of one text; names that end with `mask` are int64
     size: tuple[int, int, int]  # height, width, frames of its own examples
+    fixed_tokens: int = 0  # of a text, beside those that model.max_sequence_length limits
     frozen_conditioning: Mapping[str, tuple[int, ...]] | None = None  # if another one while the text layers are frozen
     other_parts: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
 
@@ -69,9 +70,12 @@ class Released:
             max_sequence_length=None,
         )
 
-    def texts(self, *, frozen: bool) -> dict[str, Tensor]:
+    def texts(self, *, frozen: bool, max_sequence_length: int | None = None) -> dict[str, Tensor]:
         """The conditioning of one text, shapes without values; frozen: the model was told freeze_all_but."""
-        shapes = (self.frozen_conditioning if frozen else None) or self.conditioning
+        shapes = dict((self.frozen_conditioning if frozen else None) or self.conditioning)
+        if max_sequence_length is not None:
+            longest = self.fixed_tokens + max_sequence_length
+            shapes |= {name: (longest, *shape[1:]) for name, shape in shapes.items() if name.startswith("prompt_")}
         return {
             name: torch.empty(1, *shape, device="meta", dtype=torch.int64 if name.endswith("mask") else torch.bfloat16)
             for name, shape in shapes.items()
@@ -121,6 +125,7 @@ RELEASED = {
         ),
         scheduler=partial(FlowMatchEulerDiscreteScheduler, shift=3.0),
         conditioning={"prompt_embeds": (77 + 256, 4096), "pooled_prompt_embeds": (2048,)},
+        fixed_tokens=77,
         size=(512, 512, 1),
     ),
     "sana": Released(

@@ -1,4 +1,4 @@
-"""Requests that are wrong in every way, and damaged media, drawn from a seed: what the fuzz tests of the HTTP port send.
+"""Malformed requests and damaged media, drawn from a seed, for the tests of the HTTP port.
 
 `python tests/malformed.py URL COUNT [SEED]` sends them to a service that runs, with WFM_REWARD_TOKEN's token.
 """
@@ -24,6 +24,7 @@ from PIL import Image, PngImagePlugin
 
 ANSWER_S = 60.0
 FORM = "application/x-www-form-urlencoded"
+PART = b"--x\r\nContent-Disposition: form-data; "
 TEXTS = ["", "a cat", "\ud800", "\udfff\ud800", "\x00", "a" * 5000, "\U0001f600", "../../etc/passwd", "%00", "'\"<b>"]
 NUMBERS = [0, -1, 1, 2**31, 2**63, 2**64, 10**400, 1e308, -1e308, float("nan"), float("inf"), True, 0.5]
 
@@ -101,14 +102,30 @@ def spoilt(draw, data):
 
 
 NPY_HEADERS = [
-    b"{'descr': oops }", b"'", b'"""', b"(", b"{'descr': '|u1', 'shape': (1,8,8,3)}", b"\xff\xfe", b"[" * 3000, b"\t\n  x",
-    b"{'descr': '|u1', 'fortran_order': False, 'shape': (1L,8,8,3), }", b"{'descr': '|u1', 'fortran_order': 3, 'shape': 5}",
-    b"{'descr': [('a','|u1')], 'fortran_order': False, 'shape': (1,), }", b"{'descr': '|O', 'fortran_order': False, 'shape': (1,)}",
-    b"{'descr': '|u1', 'fortran_order': False, 'shape': (True,8,8,3), }", b"if True:\n  x\n y", b"0777L", b"-" * 3000 + b"1",
-    b"{'descr': '|u1', 'fortran_order': False, 'shape': (-1,8,8,3), }", b"{'descr': ',,,', 'fortran_order': False, 'shape': (1,)}",
-    b"{'descr': '|u1', 'fortran_order': False, 'shape': (99999999999999999999,8,8,3), }", b"{'descr': ('f4', -1)}", b"{1: 2, 'a': 3}",
-    b"{'descr': '<M8[zz]', 'fortran_order': False, 'shape': (1,)}", b"{'descr': ('|u1', (2**40,)), 'fortran_order': False, 'shape': ()}",
-]  # fmt: skip
+    b"{'descr': oops }",
+    b"'",
+    b'"""',
+    b"(",
+    b"{'descr': '|u1', 'shape': (1,8,8,3)}",
+    b"\xff\xfe",
+    b"[" * 3000,
+    b"\t\n  x",
+    b"{'descr': '|u1', 'fortran_order': False, 'shape': (1L,8,8,3), }",
+    b"{'descr': '|u1', 'fortran_order': 3, 'shape': 5}",
+    b"{'descr': [('a','|u1')], 'fortran_order': False, 'shape': (1,), }",
+    b"{'descr': '|O', 'fortran_order': False, 'shape': (1,)}",
+    b"{'descr': '|u1', 'fortran_order': False, 'shape': (True,8,8,3), }",
+    b"if True:\n  x\n y",
+    b"0777L",
+    b"-" * 3000 + b"1",
+    b"{'descr': '|u1', 'fortran_order': False, 'shape': (-1,8,8,3), }",
+    b"{'descr': ',,,', 'fortran_order': False, 'shape': (1,)}",
+    b"{'descr': '|u1', 'fortran_order': False, 'shape': (99999999999999999999,8,8,3), }",
+    b"{'descr': ('f4', -1)}",
+    b"{1: 2, 'a': 3}",
+    b"{'descr': '<M8[zz]', 'fortran_order': False, 'shape': (1,)}",
+    b"{'descr': ('|u1', (2**40,)), 'fortran_order': False, 'shape': ()}",
+]
 
 
 def with_header(header, version=b"\x01\x00"):
@@ -169,20 +186,47 @@ def mutated_plain(draw, reward):
 
 def forms(draw, _):
     """A pull whose form cannot be read, or asks for nothing."""
-    kind = draw.choice([
-        FORM, f"{FORM}; charset=utf-7", f"{FORM}; charset=klingon", f"{FORM}; charset=rot13", f"{FORM}; charset=idna",
-        f"{FORM}; charset=base64", f"{FORM}; charset=\x7f", "multipart/form-data", "multipart/form-data; boundary=",
-        "multipart/form-data; boundary=x", f"multipart/form-data; boundary={'y' * 90}", "text/plain", "application/json",
-        "multipart/form-data; boundary=\"x", "multipart/mixed; boundary=x", "/", ";;;", "a/b/c; charset",
-    ])  # fmt: skip
-    body = draw.choice([
-        b"", b"uuid=x&type=y", b"uuid=%ff%fe", b"\xff\xfe\xfd", b"&" * 2000, b"uuid" * 20000, b"=" * 5000, b"--x--\r\n",
-        b"--x\r\nContent-Disposition: form-data; name=\"uuid\"\r\n\r\nv\r\n--x--\r\n", b"--x\r\n\r\nno name\r\n--x--\r\n",
-        b"--x\r\nContent-Disposition: form-data; name=\"u\"\r\nContent-Type: text/plain; charset=klingon\r\n\r\nv\r\n--x--\r\n",
-        b"--x\r\nContent-Disposition: form-data; name=\"u\"\r\nContent-Transfer-Encoding: odd\r\n\r\nv\r\n--x--\r\n",
-        b"--x\r\nContent-Type: multipart/mixed; boundary=z\r\n\r\n--z\r\n\r\n--z--\r\n--x--\r\n", b"--x\r\nbad header\r\n",
-        b"--x\r\nContent-Disposition: form-data; name=\"f\"; filename=\"g\"\r\nContent-Encoding: gzip\r\n\r\nv\r\n--x--\r\n",
-    ])  # fmt: skip
+    kind = draw.choice(
+        [
+            FORM,
+            f"{FORM}; charset=utf-7",
+            f"{FORM}; charset=klingon",
+            f"{FORM}; charset=rot13",
+            f"{FORM}; charset=idna",
+            f"{FORM}; charset=base64",
+            f"{FORM}; charset=\x7f",
+            "multipart/form-data",
+            "multipart/form-data; boundary=",
+            "multipart/form-data; boundary=x",
+            f"multipart/form-data; boundary={'y' * 90}",
+            "text/plain",
+            "application/json",
+            'multipart/form-data; boundary="x',
+            "multipart/mixed; boundary=x",
+            "/",
+            ";;;",
+            "a/b/c; charset",
+        ]
+    )
+    body = draw.choice(
+        [
+            b"",
+            b"uuid=x&type=y",
+            b"uuid=%ff%fe",
+            b"\xff\xfe\xfd",
+            b"&" * 2000,
+            b"uuid" * 20000,
+            b"=" * 5000,
+            b"--x--\r\n",
+            b'--x\r\nContent-Disposition: form-data; name="uuid"\r\n\r\nv\r\n--x--\r\n',
+            b"--x\r\n\r\nno name\r\n--x--\r\n",
+            PART + b'name="u"\r\nContent-Type: text/plain; charset=klingon\r\n\r\nv\r\n--x--\r\n',
+            b'--x\r\nContent-Disposition: form-data; name="u"\r\nContent-Transfer-Encoding: odd\r\n\r\nv\r\n--x--\r\n',
+            b"--x\r\nContent-Type: multipart/mixed; boundary=z\r\n\r\n--z\r\n\r\n--z--\r\n--x--\r\n",
+            b"--x\r\nbad header\r\n",
+            PART + b'name="f"; filename="g"\r\nContent-Encoding: gzip\r\n\r\nv\r\n--x--\r\n',
+        ]
+    )
     return "POST", "/api/reward/pull", {"Content-Type": kind}, body
 
 
@@ -215,12 +259,25 @@ def headers_of(draw, _):
             "/api/rewards?\xff",
         ]
     )
-    headers = draw.choice([
-        {}, {"Authorization": "Basic =="}, {"Content-Length": "-1"}, {"Content-Length": "1e9"}, {"Expect": "100-continue"},
-        {"Expect": "magic"}, {"Transfer-Encoding": "chunked"}, {"Transfer-Encoding": "gzip, chunked"}, {"Range": "bytes=-"},
-        {"Upgrade": "websocket", "Connection": "Upgrade"}, {"Content-Type": "\xff"}, {"Cookie": "a=" + "b" * 4000},
-        {"If-Modified-Since": "yesterday"}, {"Content-Length": "99999999999999999999"}, {"Host": "\x00"},
-    ])  # fmt: skip
+    headers = draw.choice(
+        [
+            {},
+            {"Authorization": "Basic =="},
+            {"Content-Length": "-1"},
+            {"Content-Length": "1e9"},
+            {"Expect": "100-continue"},
+            {"Expect": "magic"},
+            {"Transfer-Encoding": "chunked"},
+            {"Transfer-Encoding": "gzip, chunked"},
+            {"Range": "bytes=-"},
+            {"Upgrade": "websocket", "Connection": "Upgrade"},
+            {"Content-Type": "\xff"},
+            {"Cookie": "a=" + "b" * 4000},
+            {"If-Modified-Since": "yesterday"},
+            {"Content-Length": "99999999999999999999"},
+            {"Host": "\x00"},
+        ]
+    )
     return method, path, headers, draw.choice([b"", b"x" * 100])
 
 

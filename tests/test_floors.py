@@ -19,7 +19,7 @@ SOURCES = {
 }
 FLOORS = (
     ("errors", "types", "seeds", "chunks", "wfm_kernels"),
-    ("program",),
+    ("program", "user_class"),
     ("recipe", "storage", "pipes", "ulysses"),
     ("distributed", "sampling", "wfm_reward"),
     ("engine", "data", "algorithms"),

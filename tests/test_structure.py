@@ -10,6 +10,7 @@ import pytest
 
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.deepspeed import deepspeed_config, policy_copies
+from wfm_ds.recipe.describe import sections
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
@@ -104,16 +105,102 @@ def test_package_stays_free_of_heavy_libraries(package):
     assert wrong == []
 
 
+SETTINGS = {section.__name__ for _, _, section in sections()} | {"AlgorithmSettings", "RlSettings", "Algorithm"}
+MAY_KNOW_ALGORITHMS = ("wfm_ds.algorithms", "wfm_ds.recipe")
+MAY_KNOW_FAMILIES = ("wfm_ds.models", "wfm_ds.ulysses", "wfm_ds.migrate")
+
+
+def questions_of_kind(text):
+    """Where code asks which algorithm or family it has, as (subject, line, expression): isinstance or match of settings
+    or of `.algorithm`, comparisons of such a name with a literal, and tables by name."""
+    for node in ast.walk(ast.parse(text)):
+        for subject in sorted(subjects_asked_for(node)):
+            yield subject, node.lineno, ast.unparse(node).split("\n")[0]
+
+
+def subjects_asked_for(node):
+    match node:
+        case ast.Call(func=ast.Name("isinstance" | "issubclass"), args=[asked, kinds]):
+            named = {n.id for n in ast.walk(kinds) if isinstance(n, ast.Name)}
+            named |= {n.attr for n in ast.walk(kinds) if isinstance(n, ast.Attribute)}
+            return ({"algorithm"} if named & SETTINGS else set()) | {last_word(asked)} & {"algorithm", "family"}
+        case ast.Call(func=ast.Name("type"), args=[asked]):
+            return {last_word(asked)} & {"algorithm"}
+        case ast.Compare(left=left, comparators=comparators) if any(map(is_text, [left, *comparators])):
+            return set().union(*map(subject_named, [left, *comparators]))
+        case ast.Match(subject=subject, cases=cases):
+            patterns = {n.id for case in cases for n in ast.walk(case.pattern) if isinstance(n, ast.Name)}
+            return subject_named(subject) | ({"algorithm"} if patterns & SETTINGS else set())
+        case ast.Subscript(slice=index):
+            return subject_named(index)
+    return set()
+
+
+def last_word(node):
+    return ast.unparse(node).split(".")[-1]
+
+
+def subject_named(node):
+    """{"algorithm"} of `....algorithm.name` and `settings.name`, {"family"} of `....family`, also below a method."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        node = node.func.value
+    words = ast.unparse(node).split(".")
+    if len(words) > 1 and words[-1] == "family":
+        return {"family"}
+    return {"algorithm"} if words[-2:] in (["algorithm", "name"], ["settings", "name"]) else set()
+
+
+def is_text(node):
+    """A literal text, or a collection that holds one."""
+    return any(isinstance(n, ast.Constant) and isinstance(n.value, str) for n in ast.walk(node))
+
+
+def test_code_asks_no_algorithm_and_no_family_for_its_kind():
+    """What is particular to one is a fact that it states itself: a property or method of its settings or its class."""
+    may_know = {"algorithm": MAY_KNOW_ALGORITHMS, "family": MAY_KNOW_FAMILIES}
+    wrong = [
+        f"{module}:{line}: {expression}"
+        for module, path in SOURCES.items()
+        for subject, line, expression in questions_of_kind(path.read_text())
+        if not any(inside(module, room) for room in may_know[subject])
+    ]
+    assert wrong == []
+
+
 @pytest.mark.parametrize(
-    "loop",
+    "text",
     [
-        *("training.sft", "training.rl", "training.validation", "run.job", "recipe.derived"),
-        *("rollout.colocated", "rollout.source", "rollout.worker"),
+        "if isinstance(recipe.algorithm, DdrlAlgorithm): pass",
+        "assert isinstance(self.settings, schemas.NftAlgorithm)",
+        "ok = isinstance(x, (int, RlSettings))",
+        "kind = isinstance(job.recipe.algorithm, Mine)",
+        "same = type(recipe.algorithm) is Mine",
+        "if recipe.algorithm.name == 'sft': pass",
+        "wanted = 'ddrl' != algorithm.name",
+        "if recipe.rl.algorithm.name in ('ddrl', 'flow_grpo'): pass",
+        "if recipe.algorithm.name.lower() == 'sft': pass",
+        "flag = model.family == 'wan'",
+        "table = TRAINERS[recipe.algorithm.name]",
+        "match recipe.algorithm.name:\n    case 'sft': pass",
+        "match settings:\n    case NftAlgorithm(): pass",
     ],
 )
-def test_loops_name_no_algorithm_and_no_family(loop):
-    text = SOURCES[f"wfm_ds.{loop}"].read_text()
-    assert not re.search(r"if .*(\.name ==|isinstance\(.*model)|diffusion_nft|stable.?diffusion", text, re.IGNORECASE)
+def test_a_question_of_kind_is_seen(text):
+    assert list(questions_of_kind(text)) != []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "if recipe.is_rl and recipe.algorithm.num_conditional_frames: pass",
+        "line = f'algorithm {recipe.algorithm.name}'",
+        "if path.name == 'model_index.json' or function.name in known: pass",
+        "ok = isinstance(value, str)",
+        "same = theirs.algorithm.name == ours.algorithm.name",
+    ],
+)
+def test_other_code_is_left_alone(text):
+    assert list(questions_of_kind(text)) == []
 
 
 @pytest.mark.parametrize(

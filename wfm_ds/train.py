@@ -128,6 +128,7 @@ def prepare_and_train(
     recipe: Recipe, world: World, stop: StopFlag, ending: Ending, *, overwrite: bool = False
 ) -> Outcome:
     """Check and load everything on all ranks, only then create, clear or open the output folder, and train."""
+    from wfm_ds.data.shared import read_on_main
     from wfm_ds.distributed.logs import setup_logging
     from wfm_ds.distributed.world import ranks_per_node
     from wfm_ds.recipe.derived import num_replicas
@@ -144,7 +145,7 @@ def prepare_and_train(
     if start.finished:
         return finished_before(recipe, world, start, ending)
     world.checked(lambda: require_storage(recipe), on="main")
-    data = world.checked(lambda: preflight(recipe, world.size))
+    data = read_on_main(world, lambda: preflight(recipe, world.size))
     model = world.checked(lambda: load_model(recipe, world.device))
     drawn = [prompt.text for prompt in (*data.prompts, *data.shown)]
     world.checked(lambda: model.check_prompts(drawn[world.rank :: world.size]))

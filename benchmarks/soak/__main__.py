@@ -3,16 +3,17 @@
 The processes of an async run, of which only model and training are missing: a host (rollout hub, supervision of the
 rollout workers and of the reward service), three rollout workers, the service with two workers of each of two rewards,
 and a client that admits, fetches and releases steps of 100 samples. A sample's pixels and scores follow from its id. A
-seed draws who is killed, stopped for a while or asked to leave. The study fails, with exit code 1 and nothing written,
-unless
+seed draws which process is killed, stopped for a while or asked to leave. The study fails, with exit code 1 and
+nothing written, unless
 
     * every sample comes to the client once, with the pixels and the scores that it must have;
     * hub, client and service stay flat: memory and descriptors of the last third of their longest life are, within the
       bounds of memory.py, those of the first third (of a run of at least 5,000 samples, else there is nothing to see);
-    * whatever was hit is back soon, and at the end no process, socket or shared memory is left.
+    * each process that got a signal is back soon, and at the end no process, socket or shared memory is left.
 
 The service itself is killed in the first half only, so that its memory can be seen in the second, and no more often
-than the trainer's supervision allows. After every 20 blows there are none for a while: the speed without them.
+than the trainer's supervision allows. After every 20 faults there are none for a while, to measure the speed without
+them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from benchmarks.soak.study import Plan, Soak, StudyError
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__.split("\n")[0])
     parser.add_argument("--samples", type=int, default=20000)
-    parser.add_argument("--kill-every", type=float, default=3.0, metavar="S", help="seconds between blows, on average")
+    parser.add_argument("--kill-every", type=float, default=3.0, metavar="S", help="seconds between faults, on average")
     parser.add_argument("--seconds", type=float, default=0.15, help="that a rollout worker takes for a sample")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/")

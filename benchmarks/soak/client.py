@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.soak import samples
-from benchmarks.soak.samples import CHUNK, GROUPS, MEMBERS, PER_STEP
-from wfm_ds.pipes.client import Outcome, PipeClient, TaskRequest
+from benchmarks.soak.samples import CHUNK, GROUP_SIZE, GROUPS, PER_STEP
+from wfm_ds.pipes.client import PipeClient, TaskOutcome, TaskRequest
 from wfm_ds.pipes.wire import Message
 from wfm_ds.rollout import KIND
 from wfm_ds.rollout.coordinator import Chunk, Closed, Coordinator
@@ -36,7 +36,7 @@ class Trainer:
         """`seconds`: that a worker takes for a sample."""
         self.pipe, self.steps, self.seconds = pipe, steps, seconds
         self.coordinator = Coordinator(
-            life="soak", groups_per_step=GROUPS, group_size=MEMBERS, chunk_size=CHUNK, max_staleness=1,
+            life="soak", groups_per_step=GROUPS, group_size=GROUP_SIZE, chunk_size=CHUNK, max_staleness=1,
             first_step=1, last_step=steps,
         )  # fmt: skip
         self.scores: dict[str, Any] = {}  # by task id, until its step is checked
@@ -72,10 +72,10 @@ class Trainer:
         until_s = time.monotonic() + TASK_S
         for at in range(0, len(admitted), GROUPS):
             some = admitted[at : at + GROUPS]
-            rows = [{"members": samples.sample_ids(*chunk), "seconds": self.seconds} for chunk, _ in some]
+            rows = [{"samples": samples.sample_ids(*chunk), "seconds": self.seconds} for chunk, _ in some]
             self.pipe.submit(rows, [], [TaskRequest(i, KIND, n, n + 1, until_s) for n, (_, i) in enumerate(some)])
 
-    def _book(self, outcome: Outcome) -> None:
+    def _book(self, outcome: TaskOutcome) -> None:
         if not outcome.ok:
             raise Wrong(f"chunk {outcome.id} is lost: {outcome.reason}")
         try:
@@ -88,7 +88,7 @@ class Trainer:
 
     def _check(self, closed: Closed, payload: Message) -> None:
         (pictures,), scores, chunk = payload.tensors(), self.scores.pop(closed.task_id), closed.chunk
-        for row, (member, sample_id) in enumerate(
+        for row, (number, sample_id) in enumerate(
             zip(range(chunk.first, chunk.stop), samples.sample_ids(*chunk), strict=True)
         ):
             want = samples.picture(sample_id)
@@ -97,7 +97,7 @@ class Trainer:
             right = {name: [value, None] for name, value in samples.right_scores(sample_id, want).items()}
             if scores[sample_id] != right:
                 raise Wrong(f"sample {sample_id} has the scores {scores[sample_id]}, right are {right}")
-            place = samples.index(chunk.step, chunk.group, member)
+            place = samples.index(chunk.step, chunk.group, number)
             if self.seen[place]:
                 raise Wrong(f"sample {sample_id} came twice")
             self.seen[place] = 1

@@ -22,10 +22,10 @@ class Family:
     def __init__(self, host: int) -> None:
         self._host = psutil.Process(host)
 
-    def members(self, role: str) -> list[psutil.Process]:
-        """Those that are alive."""
+    def alive(self, role: str) -> list[psutil.Process]:
+        """The processes of a role that are alive."""
         # By parent and module: between fork and exec a child looks like its parent.
-        parents = self.members("reward service") if role == "reward worker" else [self._host]
+        parents = self.alive("reward service") if role == "reward worker" else [self._host]
         found = []
         for parent in parents:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -33,11 +33,11 @@ class Family:
         return found
 
     def sizes(self) -> dict[str, int]:
-        return {role: len(self.members(role)) for role in ROLES}
+        return {role: len(self.alive(role)) for role in ROLES}
 
 
 def _module(process: psutil.Process) -> str:
-    """Of `python -m MODULE`, "" if it is none or has ended."""
+    """MODULE of a process `python -m MODULE`; "" if it is another one or has ended."""
     try:
         words = process.cmdline()
     except psutil.Error:
@@ -53,7 +53,7 @@ def left_over(mark: str) -> list[psutil.Process]:
             if process.pid != os.getpid() and process.environ().get(MARK) == mark:
                 found.append(process)
         except psutil.Error:
-            continue  # ended, a zombie, or somebody else's
+            continue  # ended, a zombie, or another user's
     return found
 
 

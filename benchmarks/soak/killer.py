@@ -1,4 +1,4 @@
-"""Who is hit when, drawn by a seed: a deck of blows is shuffled and dealt, again and again."""
+"""Faults in an order that a seed draws: a list of (role, signal) is shuffled and used up, again and again."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from benchmarks.soak.host import LOST_AFTER_S
 from benchmarks.soak.samples import PER_STEP
 from wfm_ds.rollout.rewards import MAX_RESTARTS, RESTARTS_WINDOW_S
 
-Blow = tuple[str, signal.Signals]
-DECK: list[Blow] = [
+Fault = tuple[str, signal.Signals]
+FAULTS: list[Fault] = [
     *[("rollout worker", signal.SIGKILL)] * 4,
     *[("reward worker", signal.SIGKILL)] * 4,
     ("rollout worker", signal.SIGTERM),
@@ -35,51 +35,54 @@ SHORT_PAUSE_S = 4.0
 
 @dataclass
 class Killer:
+    """Sends signals to the processes of a soak."""
+
     family: Family
     draw: random.Random
-    wait: Callable[[float], bool]  # so many seconds, or until all is over: whether it is
+    wait: Callable[[float], bool]  # so many seconds, or until the end: True then
     finished: Callable[[], int]  # samples so far
-    struck: Counter[Blow] = field(default_factory=Counter)
-    _deck: list[Blow] = field(default_factory=list)
+    sent: Counter[Fault] = field(default_factory=Counter)
+    _left: list[Fault] = field(default_factory=list)
     _service_at_s: float = float("-inf")  # when it was killed last
-    _before: deque[int] = field(default_factory=lambda: deque(maxlen=2))  # samples at the last blows to rollout workers
+    # Samples that were finished at the last faults of rollout workers.
+    _before: deque[int] = field(default_factory=lambda: deque(maxlen=2))
 
-    def strike(self, *, spare_service: bool) -> str:
-        """Hit somebody; one that is stopped goes on before this returns. What was done, in words."""
+    def inject(self, *, spare_service: bool) -> str:
+        """Send the next signal to a process; a stopped one goes on before this returns. Says in words what was done."""
         role, number = self._drawn(spare_service)
-        if role == "rollout worker" and not self._may_hit():
+        if role == "rollout worker" and not self._may_disturb():
             return f"{number.name} to no {role}: a chunk may have lost two"
-        victims = self.family.members(role)
-        if not victims:
-            return f"no {role} to hit"
-        victim = self.draw.choice(victims)
+        processes = self.family.alive(role)
+        if not processes:
+            return f"no {role} to send a signal to"
+        process = self.draw.choice(processes)
         if role == "rollout worker":
             self._before.append(self.finished())
         try:
-            victim.send_signal(number)
-            self.struck[role, number] += 1
-            words = f"{number.name} to {role} {victim.pid}"
-            return words if number != signal.SIGSTOP else f"{words} for {self._pause(role, victim):.1f} s"
+            process.send_signal(number)
+            self.sent[role, number] += 1
+            words = f"{number.name} to {role} {process.pid}"
+            return words if number != signal.SIGSTOP else f"{words} for {self._pause(role, process):.1f} s"
         except psutil.NoSuchProcess:
-            return f"{role} {victim.pid} has ended by itself"
+            return f"{role} {process.pid} has ended by itself"
 
-    def _may_hit(self) -> bool:
-        """A chunk that loses three workers is given up, on purpose. So all that were admitted at the last blow but one
-        must have been finished: at staleness 1, those of three steps."""
+    def _may_disturb(self) -> bool:
+        """False while a chunk may have lost two workers: one that loses three is given up, on purpose. So all chunks
+        that were admitted at the last fault but one must be finished: at staleness 1, those of three steps."""
         return len(self._before) < 2 or self.finished() >= (self._before[0] // PER_STEP + 3) * PER_STEP
 
-    def _drawn(self, spare_service: bool) -> Blow:
+    def _drawn(self, spare_service: bool) -> Fault:
         if not spare_service and time.monotonic() - self._service_at_s > SERVICE_EVERY_S:
             self._service_at_s = time.monotonic()
             return "reward service", self.draw.choice(OF_SERVICE)
-        if not self._deck:
-            self._deck = self.draw.sample(DECK, len(DECK))
-        return self._deck.pop()
+        if not self._left:
+            self._left = self.draw.sample(FAULTS, len(FAULTS))
+        return self._left.pop()
 
-    def _pause(self, role: str, victim: psutil.Process) -> float:
+    def _pause(self, role: str, process: psutil.Process) -> float:
         seconds = self.draw.uniform(0.5, PAUSE_S.get(role, SHORT_PAUSE_S))
         try:
             self.wait(seconds)
         finally:
-            victim.send_signal(signal.SIGCONT)
+            process.send_signal(signal.SIGCONT)
         return seconds

@@ -23,7 +23,7 @@ class Look:
 
 
 class Histories:
-    """By the name of a process; another process may take its place."""
+    """Memory over time by the name of a process; another process may take its place."""
 
     def __init__(self) -> None:
         self._looks: defaultdict[str, list[Look]] = defaultdict(list)

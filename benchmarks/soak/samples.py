@@ -1,4 +1,4 @@
-"""What is made, and what it must score: both follow from a sample's id, so that any process can check them."""
+"""Samples and their scores: both follow from a sample's id, so that any process can check them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
 from wfm_reward.rewards.jpeg import JpegIncompressibility, jpeg_kb
 
 SIDE = 128
-GROUPS, MEMBERS, CHUNK = 10, 10, 5  # of a step; a chunk is a task
-PER_STEP = GROUPS * MEMBERS
+GROUPS, GROUP_SIZE, CHUNK = 10, 10, 5  # of a step; a chunk is a task
+PER_STEP = GROUPS * GROUP_SIZE
 
 
 def sample_ids(step: int, group: int, first: int, stop: int) -> list[str]:
-    return [f"{step}/{group}/{member}" for member in range(first, stop)]
+    return [f"{step}/{group}/{number}" for number in range(first, stop)]
 
 
-def index(step: int, group: int, member: int) -> int:
-    """Of a sample among all of them; step 1 is the first."""
-    return ((step - 1) * GROUPS + group) * MEMBERS + member
+def index(step: int, group: int, number: int) -> int:
+    """The number of a sample among all of them; step 1 is the first."""
+    return ((step - 1) * GROUPS + group) * GROUP_SIZE + number
 
 
 def picture(sample_id: str) -> npt.NDArray[np.uint8]:
@@ -37,7 +37,7 @@ def prompt(sample_id: str) -> str:
 
 
 def right_scores(sample_id: str, pixels: npt.NDArray[np.uint8]) -> dict[str, float]:
-    """By reward."""
+    """The scores that a sample must have, by reward."""
     item = MediaItem(sample_id=sample_id, frames=pixels[None], fps=None, prompt=prompt(sample_id), metadata={})
     return {CHECKSUM: _checksum(item), JpegIncompressibility.name: jpeg_kb(item)}
 
@@ -60,7 +60,7 @@ def _checksum(item: MediaItem) -> float:
 
 
 class Checksum(Reward):
-    """Of all pixels and the prompt: a score that no other sample has. `journal`: counts the items that were scored."""
+    """A checksum of all pixels and the prompt: a score that no other sample has. `journal` counts the scored items."""
 
     name = "checksum"
     media = frozenset({"image"})

@@ -1,4 +1,4 @@
-"""One soak from start to end: its processes, the blows, what is watched meanwhile, and what must hold."""
+"""One soak from start to end: its processes, the signals sent to them, what is watched, and what must hold."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ import psutil
 
 from benchmarks.soak.family import MARK, ROLES, Family, left_over, shared_memory
 from benchmarks.soak.host import SCORERS, WORKERS
-from benchmarks.soak.killer import Blow, Killer
+from benchmarks.soak.killer import Fault, Killer
 from benchmarks.soak.memory import Histories, growths
 from benchmarks.soak.samples import CHUNK, PER_STEP, noted
 
 REPOSITORY = Path(__file__).parents[2]
 LOOK_S, MAPS_EVERY = 1.0, 10  # looks
 START_S, STOP_S, WHOLE_S, END_S = 180.0, 60.0, 120.0, 20.0  # end hangs, and measure nothing
-BLOWS_IN_A_ROW, QUIET_BLOWS = 20, 8  # and so many intervals without
+FAULTS_IN_A_ROW, QUIET_FAULTS = 20, 8  # and so many intervals without
 FLAT_FROM = 5000  # samples
 ALL = {"reward service": 1, "reward worker": 2 * SCORERS, "rollout worker": WORKERS}
 
@@ -71,7 +71,7 @@ class Soak:
             endpoint = str(self._line(host, START_S)["ready"])
             words = [endpoint, "--steps", str(self.plan.samples // PER_STEP), "--seconds", str(self.plan.seconds)]
             client = self._started("client", words)
-            struck = self._disturb(host, client)
+            sent = self._disturb(host, client)
             if host.poll() is not None or client.wait(STOP_S):
                 raise StudyError(f"client and host ended with {client.poll()}, {host.poll()}\n{self._logs()}")
             assert host.stdin is not None
@@ -88,7 +88,7 @@ class Soak:
         memory = self.histories.rows()
         if self.plan.samples >= FLAT_FROM and (grown := growths(memory)):
             raise StudyError("; ".join(grown))
-        return self._figures(said, struck), memory
+        return self._figures(said, sent), memory
 
     # Processes
 
@@ -105,7 +105,7 @@ class Soak:
             )
 
     def _line(self, process: subprocess.Popen[bytes], timeout_s: float) -> dict[str, Any]:
-        """Of its stdout, as JSON. Raises StudyError if it does not come."""
+        """The next line of its stdout, as JSON. Raises StudyError if none comes."""
         assert process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)
@@ -122,8 +122,8 @@ class Soak:
 
     # While it runs
 
-    def _disturb(self, host: subprocess.Popen[bytes], client: subprocess.Popen[bytes]) -> Counter[Blow]:
-        """Until the client has ended. Raises StudyError if what was hit does not come back."""
+    def _disturb(self, host: subprocess.Popen[bytes], client: subprocess.Popen[bytes]) -> Counter[Fault]:
+        """Send signals until the client has ended. Raises StudyError if a process does not come back."""
         assert client.stdout is not None
         family, draw = Family(host.pid), random.Random(self.plan.seed)
         killer = Killer(family, draw, self.over.wait, self._finished)
@@ -135,26 +135,26 @@ class Soak:
             thread.start()
         try:
             while not self.over.is_set():
-                self._strike_and_rest(killer, draw)
+                self._disturb_and_rest(killer, draw)
         finally:
             self.over.set()
             for thread in threads:
                 thread.join(STOP_S)
-        return killer.struck
+        return killer.sent
 
-    def _strike_and_rest(self, killer: Killer, draw: random.Random) -> None:
+    def _disturb_and_rest(self, killer: Killer, draw: random.Random) -> None:
         began_s = time.monotonic()
-        for _ in range(BLOWS_IN_A_ROW):
+        for _ in range(FAULTS_IN_A_ROW):
             if self.over.wait(draw.uniform(0.5, 1.5) * self.plan.kill_every_s):
                 break
             done = self._finished()
-            self.say(f"{done} samples; {killer.strike(spare_service=done > self.plan.samples / 2)}")
+            self.say(f"{done} samples; {killer.inject(spare_service=done > self.plan.samples / 2)}")
         while (sizes := killer.family.sizes()) != ALL and not self.over.wait(LOOK_S):
-            if time.monotonic() - began_s > BLOWS_IN_A_ROW * 3 * self.plan.kill_every_s + WHOLE_S:
-                raise StudyError(f"what was hit does not come back: {sizes}\n{self._logs()}")
+            if time.monotonic() - began_s > FAULTS_IN_A_ROW * 3 * self.plan.kill_every_s + WHOLE_S:
+                raise StudyError(f"processes that got a signal do not come back: {sizes}\n{self._logs()}")
         whole_s = time.monotonic()
         self.windows["kills"].append((began_s, whole_s))
-        if not self.over.wait(QUIET_BLOWS * self.plan.kill_every_s):
+        if not self.over.wait(QUIET_FAULTS * self.plan.kill_every_s):
             self.windows["quiet"].append((whole_s, time.monotonic()))
 
     def _finished(self) -> int:
@@ -172,10 +172,10 @@ class Soak:
             if not psutil.pid_exists(host) or psutil.Process(host).status() == psutil.STATUS_ZOMBIE:
                 self.over.set()
             for role in ROLES:
-                members = family.members(role)
-                self.pids[role] |= {process.pid for process in members}
-                if role == "reward service" and members:
-                    self.histories.look(role, members[0])
+                alive = family.alive(role)
+                self.pids[role] |= {process.pid for process in alive}
+                if role == "reward service" and alive:
+                    self.histories.look(role, alive[0])
             self.histories.look("rollout hub", psutil.Process(host))
             if psutil.pid_exists(client):
                 self.histories.look("client", psutil.Process(client))
@@ -192,15 +192,15 @@ class Soak:
         if alive or files:
             raise StudyError(f"left over: {alive} {[str(path) for path in files]}")
 
-    def _figures(self, said: dict[str, Any], struck: Counter[Blow]) -> list[dict[str, Any]]:
+    def _figures(self, said: dict[str, Any], sent: Counter[Fault]) -> list[dict[str, Any]]:
         if said["given up"]:
             raise StudyError(f"given up: {said['given up']}")
         counts, total = Counter(said["counts"]), self.plan.samples
         figures: dict[str, Any] = {"samples, each once and right": total, "chunks": total // CHUNK}
         figures["minutes"] = (self.times[-1] - self.times[0]) / 60
-        for (role, number), count in sorted(struck.items()):
+        for (role, number), count in sorted(sent.items()):
             figures[f"{number.name} to a {role}"] = count
-        figures["blows"] = struck.total()
+        figures["faults"] = sent.total()
         for role, pids in self.pids.items():
             figures[f"{role}s started"] = len(pids)
         figures["samples made again"] = noted(self.folder / "made") - total

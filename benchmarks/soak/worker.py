@@ -29,7 +29,7 @@ class Lanes(worker.Lanes):
     journal: Path
 
     def chunk(self, rewards: RewardClient, task: TaskInHand, progress: Progress) -> Answer:
-        ids, seconds = task.rows[0]["members"], task.rows[0]["seconds"]
+        ids, seconds = task.rows[0]["samples"], task.rows[0]["seconds"]
         pictures = []
         for number, sample_id in enumerate(ids, start=1):
             threading.Event().wait(seconds)

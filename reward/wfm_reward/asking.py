@@ -1,4 +1,4 @@
-"""Asking other services over HTTP, for rewards that are computed elsewhere. Standard library alone."""
+"""Requests to other services over HTTP, for rewards that are computed elsewhere. Standard library alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Unanswered(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpAnswer:
     status: int
     body: bytes
 
@@ -40,7 +40,7 @@ class Answer:
         return content
 
     def text(self) -> str:
-        """For people: its beginning, on one line."""
+        """The beginning of the body on one line, for people."""
         return " ".join(self.body[:300].decode(errors="replace").split())
 
 
@@ -59,7 +59,7 @@ class Asker:
     _opener: urllib.request.OpenerDirector = field(default_factory=lambda: urllib.request.build_opener(_NoRedirects))
     _never: threading.Event = field(default_factory=threading.Event)
 
-    def post(self, url: str, body: bytes, headers: Mapping[str, str], deadline_s: float) -> Answer:
+    def post(self, url: str, body: bytes, headers: Mapping[str, str], deadline_s: float) -> HttpAnswer:
         """The first answer that is not "busy"; after those and after failures to connect it waits and asks again.
 
         `deadline_s` is on time.monotonic. Raises Unanswered once it has passed, RewardError if the token is refused.
@@ -84,15 +84,15 @@ class Asker:
     def pause(self, seconds: float) -> None:
         self._never.wait(seconds)
 
-    def _once(self, url: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> Answer:
+    def _once(self, url: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> HttpAnswer:
         bearer = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         request = urllib.request.Request(url, body, {**headers, **bearer}, method="POST")
         try:
             with self._opener.open(request, timeout=timeout_s) as response:
-                return Answer(response.status, _bounded(response.read(ANSWER_BYTES + 1)))
+                return HttpAnswer(response.status, _bounded(response.read(ANSWER_BYTES + 1)))
         except urllib.error.HTTPError as error:
             with error:
-                return Answer(error.code, error.read(ANSWER_BYTES))
+                return HttpAnswer(error.code, error.read(ANSWER_BYTES))
 
 
 def _bounded(body: bytes) -> bytes:

@@ -19,14 +19,15 @@ from pydantic import (
 )
 
 from wfm_ds.errors import RewardError
+from wfm_reward.base import MAX_BATCH
 
 
-class Section(BaseModel):
+class ConfigSection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-class PipesConfig(Section):
-    """Where the service listens, and how much it holds."""
+class PipesConfig(ConfigSection):
+    """Addresses of the service, and how much it holds."""
 
     clients: str = "ipc"
     """`ipc` (a socket in `folder`), `ipc:///PATH` or a loopback `tcp://127.0.0.1:PORT` (port 0: any free one). With
@@ -46,14 +47,14 @@ class PipesConfig(Section):
     """Tasks that may wait, of all rewards together."""
 
 
-class RewardConfig(Section):
+class RewardConfig(ConfigSection):
     """One reward."""
 
     device: str = "cpu"
-    """Where its model runs."""
+    """Device of its model."""
     workers: PositiveInt = 1
     """Processes."""
-    max_batch: PositiveInt = Field(16, le=64)
+    max_batch: PositiveInt = Field(16, le=MAX_BATCH)
     """Items scored at once."""
     max_wait_ms: NonNegativeFloat = 0.0
     """Requests that arrive within this time are scored in one batch. 0: each by itself, so that a score does not depend
@@ -62,8 +63,8 @@ class RewardConfig(Section):
     """Tasks of this reward that may wait; above it, clients are told to offer them again later. Unset:
     pipes.max_waiting."""
     stall_s: PositiveFloat | None = None
-    """Without progress for this long a worker is replaced; its task is tried three times in all. Unset: 120, and 660
-    for rewards that ask other services."""
+    """Seconds without progress after which a worker is replaced; its task is tried three times in all. Unset: 120, and
+    660 for rewards that ask other services."""
     python: Path | None = None
     """The Python that runs its workers, with the packages of its model, numpy, pyzmq and msgpack. Unset: the service's
     own."""
@@ -71,7 +72,7 @@ class RewardConfig(Section):
     """Passed to the reward's constructor."""
 
 
-class HttpConfig(Section):
+class HttpConfig(ConfigSection):
     """The HTTP port: status page, metrics, and scores for other programs."""
 
     bind: str = "127.0.0.1:8080"
@@ -95,11 +96,11 @@ class HttpConfig(Section):
     timeout_s: PositiveFloat = 600.0
     """An item without a score after this long has failed, whatever is done with it at that time."""
     pull_wait_s: NonNegativeFloat = 4.0
-    """How long a pull waits before it answers that the scores are not there yet."""
+    """Seconds that a pull waits before it answers that the scores are not there yet."""
     result_ttl_s: PositiveFloat = 3600.0
-    """How long scores are kept to be pulled."""
+    """Seconds for which scores are kept to be pulled."""
     failed_value: Literal["nan"] | None = None
-    """What an item without a score has in a pull's answer: null, or NaN for clients that take numbers alone."""
+    """The score of a failed item in a pull's answer: null, or NaN for clients that take numbers alone."""
 
     @field_validator("bind")
     @classmethod
@@ -110,25 +111,25 @@ class HttpConfig(Section):
         return value
 
 
-class DecoderConfig(Section):
-    """What decodes the latents that HTTP clients send."""
+class DecoderConfig(ConfigSection):
+    """A decoder of the latents that HTTP clients send."""
 
     vae: str
     """Folder of the VAE, or of a diffusers pipeline with one."""
     device: str = "cpu"
-    """Where it runs."""
+    """Device of the VAE."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """In which type."""
+    """Type that it computes in."""
 
 
-class ServiceConfig(Section):
+class ServiceConfig(ConfigSection):
     """A reward service."""
 
     pipes: PipesConfig = PipesConfig()
     http: HttpConfig | None = None
     """Unset: no HTTP port. `http: {}`: one with all defaults."""
     latent_decoders: dict[PositiveInt, DecoderConfig] = Field(default_factory=dict)
-    """By the latents' number of channels, such as 16 for Wan 2.1."""
+    """Decoders by the latents' number of channels, such as 16 for Wan 2.1."""
     rewards: dict[str, RewardConfig] = Field(min_length=1)
 
     @field_validator("http", mode="before")
@@ -173,5 +174,9 @@ def _keys(where: list[str]) -> list[str]:
     """The keys of the section at a place such as ["rewards", "ocr"]."""
     if not where:
         return list(ServiceConfig.model_fields)
-    sections: dict[str, type[Section]] = {"pipes": PipesConfig, "http": HttpConfig, "latent_decoders": DecoderConfig}
+    sections: dict[str, type[ConfigSection]] = {
+        "pipes": PipesConfig,
+        "http": HttpConfig,
+        "latent_decoders": DecoderConfig,
+    }
     return list(sections.get(where[0], RewardConfig).model_fields)

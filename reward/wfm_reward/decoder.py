@@ -20,29 +20,29 @@ import numpy.typing as npt
 from wfm_ds.errors import RewardError
 from wfm_ds.pipes.wire import Array
 from wfm_ds.pipes.worker import Progress, TaskFailed, TaskInHand
-from wfm_reward.program import Work, run
+from wfm_reward.program import WorkerLoop, run
 
 STALL_S = 600.0
 VIDEO_FILES = "video-*.npy"
 
 
-def load(settings: Mapping[str, Any]) -> Work:
+def load(settings: Mapping[str, Any]) -> WorkerLoop:
     """Raises RewardError if the VAE is not there or has another number of channels."""
-    return Work(
+    return WorkerLoop(
         Decoder(**{key: settings[key] for key in ("vae", "device", "dtype", "channels", "folder")}).tasks, STALL_S
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much larger than latents their video is."""
+    """Ratios of a video's size to that of its latents."""
 
     temporal: int
     spatial: int
 
     @classmethod
     def of(cls, channels: int, vae: str) -> Scale:
-        """As the configuration of that folder says. Raises RewardError if there is none."""
+        """Read it from the configuration of the VAE. Raises RewardError if there is none."""
         path = vae_folder(vae) / "config.json"
         try:
             content = json.loads(path.read_text())
@@ -52,13 +52,13 @@ class Scale:
             raise RewardError(f"latent_decoders.{channels}.vae: {path} cannot be read: {error}") from error
 
     def video_bytes(self, shape: Sequence[int]) -> int:
-        """Of the uint8 video of latents [C,T,h,w]."""
+        """Return the size of the uint8 video of latents [C,T,h,w]."""
         _, frames, height, width = shape
         return ((frames - 1) * self.temporal + 1) * height * self.spatial * width * self.spatial * 3
 
 
 def vae_folder(vae: str) -> Path:
-    """Of a VAE, or within the folder of a pipeline."""
+    """Return the folder of the VAE, which may lie within that of a pipeline."""
     path = Path(vae).expanduser()
     return path / "vae" if (path / "vae").is_dir() else path
 
@@ -81,7 +81,7 @@ class Decoder:
         self._folder = Path(folder)
 
     def tasks(self, tasks: Sequence[TaskInHand], progress: Progress) -> list[Mapping[str, Any] | TaskFailed]:
-        """For each task {"videos": [[path, failure, {}], ...]} of its latents [C,T,h,w] float16 or float32."""
+        """Return {"videos": [[path, failure, {}], ...]} for each task, of its latents [C,T,h,w] float16 or float32."""
         answers: list[Mapping[str, Any] | TaskFailed] = []
         for number, task in enumerate(tasks, start=1):
             answers.append({"videos": [self._answer(latents) for latents in task.tensors()]})

@@ -1,4 +1,4 @@
-"""How an image reward scores a video: which frames it sees, and what becomes of their scores."""
+"""Scores of videos by rewards of images: the frames that are seen, and the mean of their scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the worker processes of a service have in common: how they start, say that they are ready, work and end.
+"""The frame of a worker process of a service: it starts, says that it is ready, works and ends.
 
 Started by scorers.py; settings come as one line of JSON on stdin. Stdin stays open behind that line: its end of file
 means that the supervisor is gone. Stdout carries one line of status, {"ready": true} or {"error": ...}; whatever else
@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What a process does once it is ready: LeaseWorker.run_batches, and when it is taken to hang."""
+class WorkerLoop:
+    """The arguments of LeaseWorker.run_batches, and the time after which a batch is taken to hang."""
 
     handle: HandleBatch
     stall_s: float
@@ -31,8 +31,8 @@ class Work:
     max_wait_s: float = 0.0
 
 
-def run(load: Callable[[Mapping[str, Any]], Work]) -> int:
-    """The exit status: 0 when told to stop, 2 when `load`, which gets the settings, has raised."""
+def run(load: Callable[[Mapping[str, Any]], WorkerLoop]) -> int:
+    """Work until told to stop. Return the exit status: 0, or 2 if `load`, which gets the settings, has raised."""
     status_fd = os.dup(1)  # not inherited by what a model starts
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which closes stdin

@@ -1,4 +1,4 @@
-"""Finding rewards by name: the files of `wfm_reward/rewards/`, or `package.module:Class` from anywhere."""
+"""Rewards by name: the files of `wfm_reward/rewards/`, or `package.module:Class` from anywhere."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import wfm_reward.rewards
 from wfm_ds.errors import RewardError
+from wfm_ds.user_class import import_class, is_user_class
 from wfm_reward.base import Reward
 
 
@@ -22,13 +23,15 @@ def names() -> list[str]:
 
 
 def describe(name: str) -> type[Reward]:
-    """The class behind a built-in name or `package.module:Class`. Raises RewardError with the nearest and all names.
+    """Return the class behind a built-in name or `package.module:Class`. Raises RewardError with the nearest name.
 
     `NAME/LABEL` is NAME a further time, perhaps with other options.
     """
     if is_path(name):
-        return _imported(name)
-    rewards, name = _built_in(), name.partition("/")[0]
+        return import_class(name, Reward, key="reward", error=RewardError)
+    rewards, (name, slash, label) = _built_in(), name.partition("/")
+    if slash and not label:
+        raise RewardError(f"reward {name}/ lacks its label: write {name}, or {name}/LABEL")
     if name not in rewards:
         near = difflib.get_close_matches(name, rewards, n=1)
         raise RewardError(
@@ -40,21 +43,45 @@ def describe(name: str) -> type[Reward]:
 
 
 def is_path(name: str) -> bool:
-    """Whether it is a `package.module:Class`."""
-    return ":" in name.partition("/")[0]
+    """Return True for `package.module:Class`."""
+    return is_user_class(name.partition("/")[0])
 
 
 def create(name: str, device: str, options: Mapping[str, Any]) -> Reward:
-    """The reward, not loaded yet. Raises RewardError for unknown names and options."""
-    reward = describe(name)
+    """Return the reward, not loaded yet. Raises RewardError for unknown names and options."""
+    reward, given = describe(name), dict(options)
     label = "" if is_path(name) else name.partition("/")[2]
     if label and reward.label_option is not None:
-        options = {reward.label_option: label, **options}
+        given.setdefault(reward.label_option, label)
+    known = reward.options()
+    if unknown := given.keys() - known.keys():
+        raise reward.unknown(unknown)
+    lacking = [o.name for o in known.values() if o.default is o.empty and o.name not in given]
+    if lacking:
+        raise RewardError(f"reward {name} needs the option {', '.join(lacking)}")
+    parameters = inspect.signature(reward).parameters
+    hands_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    frames = None if hands_on or "frames" in parameters else given.pop("frames", None)
+    if hands_on or "device" in parameters:
+        given["device"] = device
     try:
-        inspect.signature(reward).bind(device=device, **options)  # a required option that is missing
-    except TypeError as error:
+        made = reward(**given)
+    except (TypeError, ValueError) as error:  # an option of another type
+        if isinstance(error, RewardError):
+            raise
         raise RewardError(f"reward {name}: {error}") from error
-    return reward(device=device, **options)
+    made.device = device
+    if frames is not None:
+        made.frames = reward.frame_rule(frames)
+    return made
+
+
+def check(name: str, device: str, options: Mapping[str, Any], max_batch: int) -> None:
+    """Raise RewardError for what can be known without loading a model: name, options, size of a batch."""
+    reward = describe(name)
+    if max_batch > reward.max_batch:
+        raise RewardError(f"reward {name} takes {reward.max_batch} items at once: max_batch is {max_batch}")
+    create(name, device, options)
 
 
 @functools.cache
@@ -80,17 +107,3 @@ def _rewards_in(module: ModuleType) -> list[type[Reward]]:
         and not inspect.isabstract(value)
         and value.__module__ == module.__name__
     ]
-
-
-def _imported(path: str) -> type[Reward]:
-    module_name, _, class_name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:  # ValueError: an empty module name
-        raise RewardError(
-            f"reward {path}: cannot import {module_name!r} ({error}); is its folder on PYTHONPATH?"
-        ) from error
-    reward = getattr(module, class_name, None)
-    if not (inspect.isclass(reward) and issubclass(reward, Reward)) or inspect.isabstract(reward):
-        raise RewardError(f"reward {path}: {module_name} has no class {class_name!r} that is a wfm_reward.base.Reward")
-    return reward

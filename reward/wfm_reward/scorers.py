@@ -39,7 +39,7 @@ STOP_S = 3.0  # for an idle process to leave after its stdin is closed
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What `workers` processes of a service run: `python -m MODULE`, with its settings as JSON on stdin."""
+    """The command of `workers` processes: `python -m MODULE`, with its settings as JSON on stdin."""
 
     title: str  # for people: reward ocr
     kind: str  # of the tasks that it does
@@ -61,7 +61,7 @@ def scorer(name: str, config: RewardConfig) -> Program:
 
 
 def stall_s(name: str, config: RewardConfig) -> float:
-    """The configuration's, else the reward's own."""
+    """Return the configuration's limit, else the reward's own."""
     return registry.describe(name).stall_s if config.stall_s is None else config.stall_s
 
 
@@ -105,7 +105,7 @@ class ScorerState:
 
 @dataclass(slots=True)
 class Scorers:
-    """`workers` processes per reward. The supervisor's loop calls `tend`; nothing here waits except `stop`."""
+    """`workers` processes per reward. The supervisor's loop calls `supervise`; nothing here waits except `stop`."""
 
     hub: Hub
     programs: dict[str, Program]  # by the name of the reward, or of the decoder
@@ -122,7 +122,7 @@ class Scorers:
             self._deaths[name] = deque()
 
     def states(self) -> list[ScorerState]:
-        """May be called from any thread."""
+        """Return all places of the pool. Any thread may call it."""
         return [
             ScorerState(
                 reward=s.reward,
@@ -140,8 +140,8 @@ class Scorers:
         """Names of the rewards that have a process which is not ready yet."""
         return sorted({scorer.reward for scorer in self._scorers if not scorer.ready})
 
-    def tend(self, now_s: float) -> None:
-        """Start what is due, bury what has died. Raises RewardError if a reward cannot even start."""
+    def supervise(self, now_s: float) -> None:
+        """Start what is due, reap what has died. Raises RewardError if a reward cannot even start."""
         for scorer in self._scorers:
             if scorer.process is not None and now_s >= scorer.kill_at_s and self._hangs(scorer, now_s):
                 log.error("%s neither works nor ends (pid %d): killed", scorer.name, scorer.process.pid)
@@ -149,26 +149,26 @@ class Scorers:
                     os.killpg(scorer.process.pid, signal.SIGKILL)
                 scorer.process.wait()
             if scorer.process is not None and scorer.process.poll() is not None:
-                self._bury(scorer, now_s)
+                self._reap(scorer, now_s)
             if scorer.process is None and scorer.reward not in self.down and now_s >= scorer.start_at_s:
                 self._start(scorer, now_s)
         self.all_were_ready = self.all_were_ready or not self.waiting_for()
 
     def next_start_s(self, now_s: float) -> float:
-        """Seconds until `tend` has something to start or to kill, inf if nothing is planned."""
+        """Seconds until `supervise` has something to start or to kill, inf if nothing is planned."""
         planned = [s.start_at_s for s in self._scorers if s.process is None and s.reward not in self.down]
         planned += [s.kill_at_s for s in self._scorers if s.process is not None]
         return max(0.0, min(planned, default=float("inf")) - now_s)
 
     def stalled(self, worker: str, now_s: float) -> None:
-        """The hub says that a worker hangs, or never heard of its task. It has been told so: one that hangs ends, one
+        """Watch a worker that, says the hub, hangs or never got its task. It has been told so: one that hangs ends, one
         that has not begun the task hands it back. One that does neither for a while is stopped, and is killed."""
         for scorer in self._scorers:
             if scorer.worker == worker:
                 scorer.kill_at_s = min(scorer.kill_at_s, now_s + STALL_GRACE_S)
 
     def observe(self, ended: Ended) -> None:
-        """For Hub, in its thread. Only deaths with nothing done in between speak against a reward."""
+        """Take note of a task that ended; called by Hub in its thread. What is done makes earlier deaths forgotten."""
         if ended.completion.ok:
             for scorer in self._scorers:
                 if scorer.worker == ended.completion.worker:
@@ -176,7 +176,7 @@ class Scorers:
                     self._worked.add(scorer.reward)
 
     def read_status(self, scorer: _Scorer) -> None:
-        """The selector said that a process's status can be read. Raises RewardError if it could not load."""
+        """Read the status of a process, which the selector says is there. Raises RewardError if it could not load."""
         assert scorer.process is not None
         assert scorer.process.stdout is not None
         line = scorer.process.stdout.readline()
@@ -222,23 +222,32 @@ class Scorers:
             "kind": program.kind,
             **program.settings,
         }
-        scorer.process = subprocess.Popen(
-            [str(program.python or sys.executable), "-m", program.module],
-            env=None if program.python is None else _with_our_packages(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # so that what it starts can be ended with it
-        )
+        try:
+            scorer.process = subprocess.Popen(
+                [str(program.python or sys.executable), "-m", program.module],
+                env=None if program.python is None else _with_our_packages(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # so that what it starts can be ended with it
+            )
+        except OSError as error:  # no such Python; no descriptors, processes or memory left
+            if not self.all_were_ready:
+                raise RewardError(f"{program.title} cannot start: {error}") from error
+            log.error("%s cannot start: %s; next attempt in %.0f s", scorer.name, error, MAX_BACK_OFF_S)
+            scorer.start_at_s = now_s + MAX_BACK_OFF_S
+            return
         assert scorer.process.stdin is not None
         assert scorer.process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # it is dead already, and buried in the next turn
+        with contextlib.suppress(BrokenPipeError):  # it is dead already, and reaped in the next turn
             scorer.process.stdin.write(json.dumps(settings).encode() + b"\n")
             scorer.process.stdin.flush()
         self.selector.register(scorer.process.stdout, selectors.EVENT_READ, lambda: self.read_status(scorer))
 
     def _hangs(self, scorer: _Scorer, now_s: float) -> bool:
-        """Whether a process still has work that stalled, and has had STALL_GRACE_S to hand it back. The hub knows: it
-        is asked, and heard in a later turn."""
+        """Return True for a process that has had STALL_GRACE_S to hand back stalled work, and still has it.
+
+        The hub knows: it is asked, and its answer is read in a later turn.
+        """
         asked, scorer.asked = scorer.asked, None
         if asked is None or not asked.done():
             scorer.asked, scorer.kill_at_s = asked or self.hub.status(), now_s + ANSWER_S
@@ -249,13 +258,13 @@ class Scorers:
         scorer.kill_at_s = now_s + max(0.0, wait_s) if stalled_s > 0 else float("inf")
         return wait_s <= 0
 
-    def _bury(self, scorer: _Scorer, now_s: float) -> None:
+    def _reap(self, scorer: _Scorer, now_s: float) -> None:
         process, scorer.process, scorer.ready = scorer.process, None, False
         assert process is not None
         assert process.stdout is not None
         with contextlib.suppress(KeyError):  # unregistered when it closed its stdout
             self.selector.unregister(process.stdout)
-        error = _last_words(process.stdout)
+        error = _unread_error(process.stdout)
         _end(process)
         if error is not None:
             self._cannot_load(scorer, error)
@@ -286,7 +295,7 @@ class Scorers:
     def _cannot_load(self, scorer: _Scorer, error: str) -> None:
         if not self.all_were_ready:
             raise RewardError(f"{self.programs[scorer.reward].title} cannot start: {error}")
-        log.error("%s cannot load: %s", scorer.name, error)  # it ends now, and is buried like any other
+        log.error("%s cannot load: %s", scorer.name, error)  # it ends now, and is reaped like any other
 
     def _give_up(self, reward: str, why: str) -> None:
         self.down[reward] = f"{self.programs[reward].title} is down: {why}"
@@ -312,7 +321,7 @@ def _cause(returncode: int) -> str:
         return f"killed by signal {-returncode}"
 
 
-def _last_words(status: IO[bytes]) -> str | None:
+def _unread_error(status: IO[bytes]) -> str | None:
     """The error that a dead process left in its status, if nobody has read it yet."""
     os.set_blocking(status.fileno(), False)  # what it has forked may hold the other end open
     line = status.readline()

@@ -22,9 +22,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from wfm_ds.errors import RewardError, UserError
+from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.keys import hub_keys
-from wfm_ds.pipes.sockets import Mailbox, private_folder
+from wfm_ds.pipes.sockets import Mailbox
 from wfm_ds.pipes.status import Ended
 from wfm_ds.program import program
 from wfm_reward import registry
@@ -58,14 +59,14 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s serve %(levelname)s %(message)s")
     config = load_config(args.config)
     for name, reward in config.rewards.items():
-        registry.create(name, reward.device, reward.options)
+        registry.check(name, reward.device, reward.options, reward.max_batch)
     if args.check:
         _say({"config": str(args.config), "rewards": sorted(config.rewards)})
         return 0
-    return Service(config, args.config.absolute().parent, args.stop_on_eof).run()
+    return RewardServer(config, args.config.absolute().parent, args.stop_on_eof).run()
 
 
-class Service:
+class RewardServer:
     """One running service, in the main thread of its process."""
 
     def __init__(self, config: ServiceConfig, base: Path, stop_on_eof: bool) -> None:
@@ -78,7 +79,10 @@ class Service:
         self._stalled: Mailbox[str] = Mailbox()  # workers
         self._stop: str | None = None  # why
         self._drain_s = 0.0
-        self._folder = config.pipes.folder or private_folder()
+        if (folder := config.pipes.folder) is None:
+            self._own = SocketFolder()  # in use as long as this process lives
+            folder = self._own.path
+        self._folder = folder
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._stats = Stats()
         try:
@@ -116,7 +120,7 @@ class Service:
 
     def _turn(self) -> None:
         was_ready = self._scorers.all_were_ready
-        self._scorers.tend(time.monotonic())
+        self._scorers.supervise(time.monotonic())
         if self._scorers.all_were_ready and not was_ready:
             self._announce()
         if not self._hub.alive():
@@ -158,7 +162,7 @@ class Service:
         return HttpPort(ServiceParts(self.config, self._hub, self._scorers, self._stats, self._keys), base)
 
     def _announce(self) -> None:
-        """Complete or absent, and readable by the owner only."""
+        """Write pipes.json, complete or not at all and readable by the owner only, and say that all is ready."""
         content: dict[str, Any] = {
             "clients": self._hub.client_endpoint,
             "pid": os.getpid(),
@@ -216,7 +220,7 @@ class Service:
 
 
 def programs(config: ServiceConfig, folder: Path) -> dict[str, Program]:
-    """What the workers run, by the name of the reward or decoder. Decoded videos go to that folder."""
+    """The programs of the workers, by the name of the reward or decoder. Decoded videos go to that folder."""
     scorers = {name: scorer(name, reward) for name, reward in config.rewards.items()}
     return scorers | {f"decode:{n}": decoder(n, one, folder) for n, one in config.latent_decoders.items()}
 

@@ -1,4 +1,4 @@
-"""What the service remembers of what its workers did: counts, times, the last scores, failures and pictures.
+"""Statistics of the workers: counts, times, the last scores, failures and pictures.
 
 The hub's thread writes (`observe`, once for each task that ends), the HTTP port's thread reads (`rewards`).
 """
@@ -50,7 +50,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ScoredPicture:
     """A picture that was scored, or the first frame of a video."""
 
     at_s: float  # wall clock
@@ -64,7 +64,7 @@ class Sample:
 
 @dataclass(slots=True)
 class RewardStats:
-    """Of one reward, since the service started."""
+    """Statistics of one reward since the service started."""
 
     scored: int = 0
     failed: Counter[str] = field(default_factory=Counter)  # by class of reason
@@ -73,7 +73,7 @@ class RewardStats:
     scores: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_SCORES))
     batches: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_BATCHES))  # sizes
     failures: deque[Failure] = field(default_factory=lambda: deque(maxlen=NUM_FAILURES))
-    samples: deque[Sample] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
+    samples: deque[ScoredPicture] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
     ends: deque[tuple[float, int]] = field(default_factory=deque)  # monotonic clock, items; of the last minute
 
     def per_minute(self, now_s: float) -> float:
@@ -82,19 +82,19 @@ class RewardStats:
 
 
 class Stats:
-    """By reward."""
+    """Statistics by reward."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._rewards: dict[str, RewardStats] = {}
 
     def rewards(self) -> dict[str, RewardStats]:
-        """A copy."""
+        """Return a copy."""
         with self._lock:
             return {name: _copy(stats) for name, stats in self._rewards.items()}
 
     def observe(self, ended: Ended) -> None:
-        """For Hub: a task of scoring that ended; others are passed over."""
+        """Add a task that ended, if it is one of scoring; called by Hub."""
         kind, _, name = ended.kind.partition(":")
         if kind != "score":
             return
@@ -124,7 +124,7 @@ class Stats:
 
 
 def _answers(ended: Ended) -> list[Any]:
-    """(value, failure, parts) for each row, whatever the worker sent."""
+    """Return (value, failure, parts) for each row, whatever the worker sent."""
     rows, scores = ended.rows, ended.completion.meta.get("scores")
     if not ended.completion.ok:
         return [(None, ended.completion.reason, {})] * len(rows)
@@ -134,12 +134,12 @@ def _answers(ended: Ended) -> list[Any]:
 
 
 def _class_of(reason: str, known: Mapping[str, int]) -> str:
-    """The same for all failures of one cause: up to the first colon, without numbers and quoted names. Bounded."""
+    """Return one name for all failures of one cause: up to the first colon, without numbers and quoted names."""
     name = re.sub(r"'[^']*'|\d+(\.\d+)?", "N", reason.partition(":")[0])[:60]
     return name if name in known or len(known) < MAX_REASONS else "other"
 
 
-def _sample(ended: Ended, answer: Any, wall_s: float) -> Sample | None:
+def _sample(ended: Ended, answer: Any, wall_s: float) -> ScoredPicture | None:
     """The first item of a task, if its media are with it."""
     spec = ended.specs[0] if ended.specs else None
     if spec is None or spec.dtype != "uint8" or len(spec.shape) not in (3, 4) or spec.shape[-1] != 3:
@@ -151,7 +151,9 @@ def _sample(ended: Ended, answer: Any, wall_s: float) -> Sample | None:
     step = -(-max(height, width) // THUMBNAIL)
     picture = np.frombuffer(pixels, np.uint8).reshape(height, width, 3)[::step, ::step].copy()
     row, (value, failure, parts) = ended.rows[0], answer
-    return Sample(wall_s, str(row.get("id", "")), str(row.get("prompt", "")), picture, value, failure, dict(parts))
+    return ScoredPicture(
+        wall_s, str(row.get("id", "")), str(row.get("prompt", "")), picture, value, failure, dict(parts)
+    )
 
 
 def _copy(stats: RewardStats) -> RewardStats:

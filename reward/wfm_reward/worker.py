@@ -20,22 +20,28 @@ from wfm_ds.types import MediaBatch, Score
 from wfm_reward import registry
 from wfm_reward.base import Reward
 from wfm_reward.frames import score_frames
-from wfm_reward.program import Work, run
+from wfm_reward.program import WorkerLoop, run
 
 log = logging.getLogger(__name__)
 
 REASON_CHARS = 200  # of one item's failure
+ROW_TYPES: dict[str, type | tuple[type, ...]] = {
+    "id": str,
+    "prompt": str,
+    "metadata": dict,
+    "fps": (int, float, type(None)),
+}
 
 
-def load(settings: Mapping[str, Any]) -> Work:
+def load(settings: Mapping[str, Any]) -> WorkerLoop:
     """Raises RewardError if the reward is unknown or cannot be loaded."""
     reward = registry.create(settings["reward"], settings["device"], settings["options"])
     reward.load()
     scoring = Scoring(reward, settings["reward"], settings["max_batch"])
     if not settings["max_wait_ms"]:
         # A task is a batch by itself: its scores do not depend on what else arrives.
-        return Work(scoring.tasks, settings["stall_s"])
-    return Work(scoring.tasks, settings["stall_s"], settings["max_batch"], settings["max_wait_ms"] / 1000)
+        return WorkerLoop(scoring.tasks, settings["stall_s"])
+    return WorkerLoop(scoring.tasks, settings["stall_s"], settings["max_batch"], settings["max_wait_ms"] / 1000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +53,18 @@ class Scoring:
     max_batch: int
 
     def tasks(self, tasks: Sequence[TaskInHand], progress: Progress) -> list[Mapping[str, Any] | TaskFailed]:
-        """For each task {"scores": [[value, failure, parts], ...] of its rows, "batch": items scored together}.
+        """Return {"scores": [[value, failure, parts], ...] of its rows, "batch": items scored together} for each task.
 
-        A row is {id, prompt, metadata, fps}, its tensor uint8 [H,W,3] or [T,H,W,3]. Rows of one shape and speed that
-        follow each other are scored together, at most max_batch of them, whichever task they are of.
+        A row is {id, prompt, metadata, fps?}, its tensor uint8 [H,W,3] or [T,H,W,3]. Rows of one shape and speed that
+        follow each other are scored together, at most max_batch of them, whichever task they are of. A task that does
+        not look like this fails by itself.
         """
-        media = [_media(task) for task in tasks]
+        checked = [_checked_rows(task) for task in tasks]
         items = [
             (number, row, tensor)
-            for number, (task, tensors) in enumerate(zip(tasks, media, strict=True))
-            if not isinstance(tensors, TaskFailed)
-            for row, tensor in zip(task.rows, tensors, strict=True)
+            for number, rows in enumerate(checked)
+            if not isinstance(rows, TaskFailed)
+            for row, tensor in rows
         ]
         answers: list[dict[str, Any]] = [{"scores": [], "batch": 0} for _ in tasks]
         done = 0
@@ -69,7 +76,7 @@ class Scoring:
                 answers[number]["batch"] = len(part)
                 done += 1
                 progress(done, len(items))
-        return [m if isinstance(m, TaskFailed) else a for m, a in zip(media, answers, strict=True)]
+        return [c if isinstance(c, TaskFailed) else a for c, a in zip(checked, answers, strict=True)]
 
     def items(self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[Array]) -> Iterator[list[Score]]:
         """The scores in order, in one piece if the batch can be scored as a whole, else item by item."""
@@ -140,18 +147,23 @@ class Scoring:
         return Score(sample_id=sample_id, reward=self.name, failure=why, seconds=seconds)
 
 
-def _media(task: TaskInHand) -> list[Array] | TaskFailed:
+def _checked_rows(task: TaskInHand) -> list[tuple[Mapping[str, Any], Array]] | TaskFailed:
+    """The rows of a task with their media, or what is wrong with them: any client of the hub may have written them."""
     try:
         tensors = task.tensors()
     except TaskFailed as error:
         return error
     if len(tensors) != len(task.rows) or any(t.dtype != np.uint8 or t.ndim not in (3, 4) for t in tensors):
         return TaskFailed("each item needs uint8 media of shape [H,W,3] or [T,H,W,3]", fatal=True)
-    return tensors
+    for number, row in enumerate(task.rows):
+        lacking = [key for key, kind in ROW_TYPES.items() if not isinstance(row.get(key), kind)]
+        if lacking:
+            return TaskFailed(f"row {number} does not have {' and '.join(lacking)} of the right type", fatal=True)
+    return [({"fps": None, **row}, tensor) for row, tensor in zip(task.rows, tensors, strict=True)]
 
 
 Item: TypeAlias = tuple[int, Mapping[str, Any], Array]
-"""Of a batch: the number of its task, its row, its media."""
+"""One item of a batch: the number of its task, its row, its media."""
 
 
 def _alike(items: Iterable[Item], max_batch: int) -> Iterator[Sequence[Item]]:

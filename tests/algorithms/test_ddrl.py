@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from wfm_ds.algorithms import rl_policies
 from wfm_ds.algorithms.advantages import Rewards
 from wfm_ds.algorithms.ddrl import Ddrl
 from wfm_ds.algorithms.sft import flow_loss
@@ -203,7 +204,7 @@ def test_a_moving_reference_is_a_copy_that_follows_at_its_interval():
     assert algorithm.references == ("old",)
     assert [algorithm.moves(step, step) for step in (1, 2, 3, 6)] == [{}, {}, {"old": 0.0}, {"old": 0.0}]
     assert ddrl("algorithm.kl_beta=0.1").moves(3, 3) == {}
-    assert Ddrl.policies(recipe_file.load(RECIPE, [])) == frozenset()
+    assert rl_policies(recipe_file.load(RECIPE, [])) == frozenset()
 
 
 def given_recipe(*overrides):
@@ -220,7 +221,7 @@ def test_given_frames_are_outside_all_terms():
     gradient = torch.autograd.grad(loss_B.sum(), velocity)[0]
     assert not gradient[:, :, 0].any()
     assert gradient[:, :, 1:].abs().amin() > 0
-    assert algorithm.num_conditional_frames == (1, 2)
+    assert algorithm.settings.num_conditional_frames == (1, 2)
     assert batch_of(ddrl(), rolled_out(ddrl(), denoiser, VIDEO)).conditional_frames is None
 
 
@@ -302,5 +303,5 @@ def test_its_keys_are_refused_elsewhere(override, message):
 
 
 def test_a_run_without_data_is_doubted():
-    assert "algorithm.data_beta" in recipe_file.load(RECIPE, PURE).doubts()[0]
-    assert recipe_file.load(RECIPE, []).doubts() == []
+    assert "algorithm.data_beta" in recipe_file.load(RECIPE, PURE).algorithm.doubts()[0]
+    assert recipe_file.load(RECIPE, []).algorithm.doubts() == []

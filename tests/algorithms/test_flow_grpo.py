@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wfm_ds.algorithms import build_rl, rl_policies
+from wfm_ds.algorithms import build_rl
 from wfm_ds.algorithms.flow_grpo import clipped_policy_loss, guarded_log_ratio, importance_weight, kl_scale
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.sections import RolloutRecipe
 from wfm_ds.types import Prompt, Rollout, Transition
 from wfm_kernels import reference
 
@@ -354,7 +355,7 @@ def test_only_what_the_ratios_need_is_stored_and_asked():
     assert needs(guard=True, updates_per_rollout=2) == ((), False, True)
     assert needs(guard=True, old_log_prob="recompute", updates_per_rollout=2) == (("old",), True, False)
     for beta, policies in ((0.0, frozenset()), (0.1, {"ref"})):
-        assert rl_policies(SimpleNamespace(algorithm=algorithm(kl_beta=beta).settings)) == policies
+        assert algorithm(kl_beta=beta).settings.policies(RolloutRecipe()) == policies
 
 
 def test_statistics_by_step_count_the_terms_of_that_step():

@@ -35,6 +35,12 @@ def test_a_family_takes_a_released_model_of_its_size(name, algorithm):
         assert counted.forward < counted.backward < 2 * counted.forward
 
 
+def test_texts_of_a_released_model_are_as_long_as_the_recipe_says():
+    shapes = {length: RELEASED["sd35m"].texts(frozen=False, max_sequence_length=length) for length in (None, 128)}
+    assert [texts["prompt_embeds"].shape[1] for texts in shapes.values()] == [333, 205]
+    assert [texts["pooled_prompt_embeds"].shape[1] for texts in shapes.values()] == [2048, 2048]
+
+
 @pytest.fixture
 def tiny(monkeypatch, root):
     monkeypatch.chdir(root)  # where the recipe's paths begin

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 
 import pytest
 from hypothesis import given
@@ -28,6 +29,23 @@ def test_one_prompt_for_all(folder, capsys):
     assert main([str(folder), "--prompt", " a caf\xe9 "]) == 0
     assert prompts(folder) == {"a": ("a caf\xe9", {}), "sub/b.v2": ("a caf\xe9", {})}
     assert capsys.readouterr().out == f"2 captions in {folder}\n"
+
+
+def test_text_that_utf8_cannot_encode_is_refused_before_anything_is_written(folder, tmp_path, capsys):
+    table = tmp_path / "table.jsonl"
+    table.write_text('{"file": "a.mp4", "prompt": "a"}\n{"file": "sub/b.v2.PNG", "prompt": "a \\ud800 cat"}\n')
+    assert main([str(folder), "--from", str(table)]) == 2
+    assert main([str(folder), "--prompt", "caf\udce9"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"error: {table}: line 2 has text that UTF-8 cannot encode"
+    assert second == "error: --prompt is blank, or text that UTF-8 cannot encode"
+    assert list(folder.rglob("*.json")) == []
+
+
+def test_a_table_that_is_a_pipe_is_one_sentence(folder, tmp_path):
+    os.mkfifo(tmp_path / "table.csv")
+    with pytest.raises(DataError, match="is not a regular file"):
+        read_table(tmp_path / "table.csv")
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])

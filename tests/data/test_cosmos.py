@@ -1,5 +1,7 @@
 """The Cosmos folder: names that belong together, and every way in which they may not."""
 
+import os
+
 import pytest
 
 from wfm_ds.data.cosmos import CosmosFolder
@@ -34,6 +36,22 @@ def test_captions_and_videos_of_one_name_are_samples(tmp_path):
         ("b", tmp_path / "videos/b.mp4", "a caption"),
         ("sub/c", tmp_path / "images/sub/c.jpg", "a caption"),
     ]
+
+
+def test_what_is_no_text_or_no_file_is_bad_by_name(tmp_path):
+    names = ("bytes", "good", "pipe", "surrogate")
+    put(tmp_path, *(f"metas/{name}.txt" for name in names), *(f"videos/{name}.mp4" for name in names))
+    (tmp_path / "metas/bytes.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "metas/surrogate.txt").write_bytes("\ud800".encode("utf-8", "surrogatepass"))
+    (tmp_path / "metas/pipe.txt").unlink()
+    os.mkfifo(tmp_path / "metas/pipe.txt")
+    put(tmp_path, "t5_xxl/good.safetensors")
+    (tmp_path / "text_embedding").mkdir()
+    os.mkfifo(tmp_path / "text_embedding/good.safetensors")
+    found = scan(tmp_path)
+    [good] = found.samples
+    assert (good.id, good.embedding) == ("good", tmp_path / "t5_xxl/good.safetensors")
+    assert found.bad == {"no_prompt": [str(tmp_path / f"metas/{name}.txt") for name in ("bytes", "pipe", "surrogate")]}
 
 
 def test_each_kind_of_bad_entry_is_counted(tmp_path):

@@ -1,5 +1,6 @@
 """The order is a function of position; batches show it at any world size, whatever is broken on disk."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ from wfm_ds.data import order
 from wfm_ds.data.order import MAX_SUBSTITUTES, BatchSource, places, sample_index
 from wfm_ds.data.paired import PairedFolder
 from wfm_ds.data.pixels import Framing
+from wfm_ds.data.samples import LocalFile
 from wfm_ds.errors import DataError
 
 
@@ -222,16 +224,25 @@ def test_no_bad_file_at_all_may_be_asked_for(folder, source):
         source(folder(20, broken=[4]), global_batch=20, max_bad_fraction=0.0).batch(1, 0, 1)
 
 
-def blocking(sample):
-    """Make the image a named pipe, so that whoever opens it waits for the writer, which the returned thread is."""
-    sample.media.path.unlink()
-    os.mkfifo(sample.media.path)
-    return threading.Thread(target=lambda: os.close(os.open(sample.media.path, os.O_WRONLY)), daemon=True)
+class Stalled(LocalFile):
+    """Media on a file system that does not answer: a named pipe, opened as a file system would."""
+
+    def open(self):
+        return open(self.file, "rb")
+
+
+def blocking(samples, place):
+    """Whoever opens this image waits for the writer, which the returned thread is."""
+    path = samples[place].media.path
+    path.unlink()
+    os.mkfifo(path)
+    samples[place] = dataclasses.replace(samples[place], media=Stalled(path))
+    return threading.Thread(target=lambda: os.close(os.open(path, os.O_WRONLY)), daemon=True)
 
 
 def test_the_next_step_is_read_while_this_one_trains(folder, source):
     samples = folder(20)
-    writer = blocking(samples[7])
+    writer = blocking(samples, 7)
     assert len(source(samples, global_batch=4, shuffle=False).batch(1, 0, 1)) == 4
     writer.start()
     writer.join(30)
@@ -240,7 +251,7 @@ def test_the_next_step_is_read_while_this_one_trains(folder, source):
 
 def test_a_file_system_that_hangs_is_an_error(folder, source, monkeypatch):
     samples = folder(20)
-    writer = blocking(samples[0])
+    writer = blocking(samples, 0)
     monkeypatch.setattr(order, "READ_TIMEOUT_S", 0.2)
     with pytest.raises(DataError, match=r"position 0 was not read within 0\.2 s"):
         source(samples, shuffle=False).batch(1, 0, 1)

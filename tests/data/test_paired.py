@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from wfm_ds.data.media import load_media, media_size
 from wfm_ds.data.paired import PairedFolder
+from wfm_ds.data.pixels import BadMedia, Framing, centre
+from wfm_ds.data.samples import LocalFile
 from wfm_ds.distributed.liveness import MOVES
 from wfm_ds.errors import DataError
 
@@ -51,6 +54,69 @@ def test_a_caption_becomes_a_prompt_with_metadata(tmp_path):
     assert (sample.prompt.id, sample.prompt.text) == ("a", "the digit 7")
     assert sample.prompt.negative_text == "blurry"
     assert sample.prompt.metadata == {"label": 7, "spec": {"count": [1, 2]}}
+
+
+SURROGATE = '{"prompt": "a \\ud800 cat"}'
+BAD_TEXTS = [SURROGATE, '{"prompt": "a", "negative_prompt": "\\udfff"}', '{"prompt": "a", "of": {"\\ud800": [1]}}']
+
+
+@pytest.mark.parametrize("caption", [*BAD_TEXTS, '{"prompt": "a", "list": ["\\ud800"]}'])
+def test_text_that_utf8_cannot_encode_is_a_bad_sample(tmp_path, caption):
+    put(tmp_path, "good")
+    put(tmp_path, "bad")
+    (tmp_path / "bad.json").write_text(caption)
+    found = scan(tmp_path)
+    assert (ids(found), found.bad) == (["good"], {"no_prompt": [str(tmp_path / "bad.json")]})
+
+
+def test_two_halves_of_a_pair_are_one_character(tmp_path):
+    put(tmp_path, "a", prompt="\U0001f431")
+    assert "\\ud83d\\udc31" in (tmp_path / "a.json").read_text()
+    assert scan(tmp_path).samples[0].prompt.text == "\U0001f431"
+
+
+def test_names_that_are_no_text_can_be_hashed_and_written(tmp_path):
+    name = os.fsdecode(b"caf\xe9")
+    put(tmp_path, name)
+    (tmp_path / f"{name}2.png").touch()
+    found = scan(tmp_path)
+    (sample,) = found.samples
+    for text in (sample.id, sample.media.name, *found.bad["no_json"]):
+        assert "caf\\udce9" in text
+        text.encode()
+    with sample.media.open():
+        pass
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_caption_that_is_no_file_is_a_bad_sample(tmp_path, kind):
+    put(tmp_path, "good")
+    put(tmp_path, "bad")
+    no_file(tmp_path / "bad.json", kind)
+    found = scan(tmp_path)
+    assert (ids(found), found.bad) == (["good"], {"no_prompt": [str(tmp_path / "bad.json")]})
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.parametrize("suffix", [".png", ".mp4"])
+def test_a_medium_that_is_no_file_is_bad_by_name(tmp_path, kind, suffix):
+    path = no_file(tmp_path / f"bad{suffix}", kind)
+    for read in (lambda media: load_media(media, Framing(height=8, width=8), centre), media_size):
+        with pytest.raises(
+            BadMedia, match=f"bad{suffix}: cannot be decoded, OSError: .*is not a regular file"
+        ) as caught:
+            read(LocalFile(path))
+        assert (caught.value.reason, caught.value.name) == ("decode", str(path))
+
+
+def no_file(path, kind):
+    """A pipe that nobody writes into, or a device without end, where a file is expected."""
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    return path
 
 
 def test_only_the_last_suffix_counts(tmp_path):

@@ -1,6 +1,7 @@
 """The published formats, ids that hold line numbers, and messages that name the line."""
 
 import json
+import os
 from collections import Counter
 
 import pytest
@@ -32,6 +33,25 @@ def test_a_text_set_is_a_prompt_a_line(tmp_path, name):
 def test_repeated_prompts_keep_their_own_ids(tmp_path):
     written(tmp_path / "train.txt", "a cat", "a cat")
     assert [p.id for p in load_prompts(tmp_path, "pickscore", "train")] == ["pickscore/train/1", "pickscore/train/2"]
+
+
+@pytest.mark.parametrize("name", ["of_my_own", "geneval"])
+def test_text_that_utf8_cannot_encode_is_named_by_its_line(tmp_path, name):
+    lines = ['{"prompt": "a", "tag": "b"}', '{"prompt": "a \\ud800 cat"}', '{"prompt": "a", "tag": "\\udfff"}']
+    written(tmp_path / "train.jsonl", *lines)
+    with pytest.raises(DataError, match=r"line 2: text that UTF-8 cannot encode .*; line 3: text that UTF-8 cannot"):
+        load_prompts(tmp_path, name, "train")
+
+
+def test_a_prompt_file_that_is_a_pipe_is_one_sentence(tmp_path):
+    os.mkfifo(tmp_path / "train.txt")
+    with pytest.raises(DataError, match=r"train\.txt cannot be read: is not a regular file"):
+        load_prompt_file(tmp_path / "train.txt")
+
+
+def test_a_file_name_that_is_no_text_gives_ids_that_are(tmp_path):
+    path = written(tmp_path / os.fsdecode(b"caf\xe9.txt"), "a cat")
+    assert [prompt.id for prompt in load_prompt_file(path)] == ["caf\\udce9/1"]
 
 
 def test_only_line_feeds_end_a_line(tmp_path):

@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import os
 import tarfile
 
 import fsspec
@@ -53,6 +54,29 @@ def open_shards(*patterns, cache_dir=None, max_bad_fraction=0.99):
 def ids(found):
     """Without the folder, which is another one in each test."""
     return [sample.id.partition("/")[2] for sample in found.samples]
+
+
+def test_text_that_utf8_cannot_encode_is_a_bad_sample_and_a_pipe_is_one_sentence(tmp_path):
+    lone = ("lone.png", png(1)), ("lone.json", b'{"prompt": "a \\ud800 cat"}')
+    both = ("both.png", png(1)), ("both.json", b'{"tag": "\\ud800"}'), ("both.txt", b"a dog")
+    tar = write_tar(tmp_path / "a.tar", [*sample("good"), *lone, *both])
+    found = open_shards(tar)
+    assert [(one.id.split("/")[-1], one.prompt.text, one.prompt.metadata) for one in found.samples] == [
+        ("both", "a dog", {}),
+        ("good", "grey 0", {}),
+    ]
+    assert found.bad == {"no_prompt": [f"{tar}#lone"]}
+    os.mkfifo(tmp_path / "pipe.tar")
+    with pytest.raises(StorageError, match=r"pipe\.tar is not a regular file"):
+        open_shards(tmp_path / "pipe.tar")
+
+
+def test_a_shard_whose_name_is_no_text_gives_ids_that_are(tmp_path):
+    tar = write_tar(tmp_path / os.fsdecode(b"caf\xe9.tar"), sample("a"))
+    found = open_shards(tar)
+    for text in (found.source, found.samples[0].id, found.samples[0].media.name):
+        assert "caf\\udce9" in text.encode().decode()
+    assert found.split(0.5)[0] == found.samples
 
 
 def pixels(one):

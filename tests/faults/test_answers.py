@@ -16,8 +16,8 @@ from faults.proxy import FaultyProxy
 from wfm_ds.pipes import client as client_module
 from wfm_ds.pipes import requests
 from wfm_ds.pipes.client import PipeClient, TaskRequest
+from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.hub import Hub, Kind
-from wfm_ds.pipes.sockets import private_folder
 
 WORKER = Path(__file__).parent / "lease_worker.py"
 SILENT_S = 4.0  # a worker says something every 2 s
@@ -25,11 +25,11 @@ SILENT_S = 4.0  # a worker says something every 2 s
 
 @pytest.fixture
 def stack():
-    folder = private_folder()
-    with ExitStack() as stack:
-        stack.callback(folder.rmdir)
+    with SocketFolder() as folder, ExitStack() as stack:
         stack.folder = folder
         yield stack
+        stack.close()
+        assert not list(folder.iterdir()), "sockets are removed"
 
 
 def a_hub(stack, **options):
@@ -57,7 +57,7 @@ def a_worker(stack, endpoint, name, journal, *constants):
 
 
 def left(process):
-    """What it says when it is asked to leave."""
+    """The words of a worker that is asked to leave."""
     said, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
     return json.loads(said)
@@ -208,7 +208,7 @@ one.stop(0.0)
 
 @pytest.mark.slow
 def test_a_hub_that_was_suspended_with_its_workers_does_not_take_them_for_silent(stack, tmp_path):
-    """It is awake first, and has not heard of them for longer than it would wait."""
+    """The hub wakes first, and has heard nothing of them for longer than it would wait."""
     hub = subprocess.Popen(
         [sys.executable, "-c", HUB, stack.folder, str(SILENT_S)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

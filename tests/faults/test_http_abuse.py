@@ -146,6 +146,7 @@ def test_an_answer_that_is_not_read_is_dropped(service):
             deaf.setblocking(False)
             for _ in range(2000):
                 deaf.send(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        until(lambda: process.num_fds() > before)
         until(lambda: process.num_fds() <= before)
 
 

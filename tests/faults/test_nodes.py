@@ -143,13 +143,28 @@ def test_sigterm_to_one_node_saves_and_ends_both(nodes, tmp_path):
     assert (tmp_path / "out" / "checkpoints" / f"step_{step}" / "COMPLETE").is_file()
 
 
-def test_a_rank_that_hangs_is_named_after_the_minutes_of_the_recipe(nodes, tmp_path):
+# Python imports this at its start: an open of the image then waits for a pipe, as on a file system that is gone.
+STALLED = """
+import os, sys
+def hook(event, arguments):
+    if event == "open" and arguments[0] == os.environ["STALLED_IMAGE"] and os.path.exists(os.environ["STALLED_PIPE"]):
+        os.open(os.environ["STALLED_PIPE"], os.O_RDONLY)
+sys.addaudithook(hook)
+"""
+
+
+def test_a_rank_that_hangs_is_named_after_the_minutes_of_the_recipe(nodes, tmp_path, monkeypatch):
     """It reads a file that never comes: its process lives and its heart beats."""
+    (tmp_path / "stalled").mkdir()
+    (tmp_path / "stalled" / "sitecustomize.py").write_text(STALLED)
+    image = min((tmp_path / "digits" / "images").glob("*.png"))
+    monkeypatch.setenv("STALLED_IMAGE", str(image))
+    monkeypatch.setenv("STALLED_PIPE", str(tmp_path / "pipe"))
+    paths = [str(tmp_path / "stalled"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     both = nodes(*ENDLESS, "engine.timeout_minutes=1.5", "validation.holdout=0")
     both.wait_for(tmp_path / "out" / "checkpoints" / "step_2" / "COMPLETE")
-    image = min((tmp_path / "digits" / "images").glob("*.png"))
-    image.unlink()
-    os.mkfifo(image)
+    os.mkfifo(tmp_path / "pipe")
     assert both.codes() == [1, 1], both.printed()
     (verdict,) = set(re.findall(r"the run ends: (rank [01] .*)", both.printed()))
     assert re.match(r"rank [01] \(process \d+ on \S+\) is stuck: no progress for \d+ s at a reduction of .*", verdict)

@@ -84,12 +84,12 @@ def test_a_worker_killed_in_the_middle_of_a_task_costs_only_that_task_again(tmp_
     recipe = a_recipe({"name": BRIGHTNESS, "max_batch": 2, "workers": 2, "options": options})
     with RewardService(recipe, tmp_path) as service, attached(service.endpoint, recipe) as client:
         client.submit(a_batch(["a"] * 6))
-        victim = until(lambda: journal(tmp_path))[0]
-        os.kill(victim["pid"], signal.SIGKILL)
+        target = until(lambda: journal(tmp_path))[0]
+        os.kill(target["pid"], signal.SIGKILL)
         scores = client.wait()
     assert failures(scores, BRIGHTNESS) == {f"s{i}": None for i in range(6)}
     done = [i for line in journal(tmp_path) for i in line["ids"]]
-    assert sorted(done) == sorted([f"s{i}" for i in range(6)] + victim["ids"])
+    assert sorted(done) == sorted([f"s{i}" for i in range(6)] + target["ids"])
 
 
 def test_an_item_that_kills_its_workers_fails_by_name_and_the_reward_lives_on(tmp_path):
@@ -236,13 +236,13 @@ def test_a_worker_that_is_stopped_is_killed_and_replaced(tmp_path):
     options = {"journal": str(tmp_path / "journal"), "seconds": 0.5}
     with serving(tmp_path, {BRIGHTNESS: {"max_batch": 1, "stall_s": 2.0, "options": options}}) as (_, client):
         client.submit(a_batch(["a"] * 3))
-        victim = until(lambda: journal(tmp_path))[0]["pid"]
-        stop(victim)
+        target = until(lambda: journal(tmp_path))[0]["pid"]
+        stop(target)
         scores = client.wait()
         assert failures(scores, BRIGHTNESS) == {f"s{i}": None for i in range(3)}
-        assert not psutil.pid_exists(victim)
+        assert not psutil.pid_exists(target)
     assert "neither works nor ends" in (tmp_path / "log").read_text()
-    assert {line["pid"] for line in journal(tmp_path)} - {victim}
+    assert {line["pid"] for line in journal(tmp_path)} - {target}
 
 
 def test_a_service_that_is_stopped_for_a_while_loses_nothing(tmp_path):

@@ -36,7 +36,7 @@ def keys(tmp_path):
 
 
 def address(pipes):
-    """Where clients connect, once the file says so."""
+    """The endpoint for clients, once the file names it."""
     return until(lambda: pipes.exists() and json.loads(pipes.read_text())["clients"])
 
 

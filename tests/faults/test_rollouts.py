@@ -66,8 +66,8 @@ def test_a_killed_child_is_replaced_and_none_outlives_the_trainer(stack, tmp_pat
         children = psutil.Process(trainer.pid).children(recursive=True)
         return [c for c in children if "wfm_ds.rollout" in c.cmdline()]
 
-    victim = until(lambda: [c for c in workers() if "spawned-0.1" in c.cmdline()])[0]
-    victim.kill()
+    target = until(lambda: [c for c in workers() if "spawned-0.1" in c.cmdline()])[0]
+    target.kill()
     until(has(logs[0], "spawned-0.2 INFO uses publication"))
     family = psutil.Process(trainer.pid).children(recursive=True)
     assert len(workers()) == 2

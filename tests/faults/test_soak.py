@@ -18,7 +18,7 @@ def test_every_sample_comes_once_and_is_right_whoever_is_killed(root):
     cells = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()]
     figures = {line[0]: line[1] for line in cells if len(line) == 2}
     assert figures["samples, each once and right"] == str(SAMPLES)
-    assert int(figures["blows"]) >= 3
+    assert int(figures["faults"]) >= 3
     assert any(name.endswith(" to a reward service") for name in figures)
     for role, at_first in (("reward service", 1), ("reward worker", 4), ("rollout worker", 3)):
         assert int(figures[f"{role}s started"]) >= at_first

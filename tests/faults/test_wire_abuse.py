@@ -18,6 +18,7 @@ import pytest
 import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
+from bad_frames import bombard
 from faults.processes import GIB, PATIENCE_S, modest, until
 from reward_http import TOKEN, Http, enqueue_body, serving
 from wfm_ds.errors import RewardError
@@ -34,12 +35,12 @@ BRIGHTNESS = "probe_rewards:Brightness"
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 COMMAND, LONG, MORE = 4, 2, 1  # flags of a frame
-ATTACH = encode("attach", 1, {"run": "abuse", "client": "stranger", "epoch": 1})
+ATTACH = encode("attach", 1, {"run": "abuse", "client": "unlisted", "epoch": 1})
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    """Its process, and what it said. Without keys, as on one machine."""
+    """A service without keys, as on one machine: its process, and what it said."""
     folder = tmp_path_factory.mktemp("abuse")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)
@@ -164,16 +165,16 @@ BAD_MESSAGES = {
 def test_bad_messages_are_counted_and_dropped(service):
     rejected = metric(service, "wfm_pipes_rejected")
     context = zmq.Context()
-    with closing(context.socket(zmq.DEALER)) as stranger, Bystander(service), modest(service[0]):
-        stranger.set(zmq.LINGER, 0)
-        stranger.connect(address(service))
-        stranger.send(ATTACH)
-        assert stranger.poll(PATIENCE_S * 1000)
-        assert b"attached" in stranger.recv()
+    with closing(context.socket(zmq.DEALER)) as peer, Bystander(service), modest(service[0]):
+        peer.set(zmq.LINGER, 0)
+        peer.connect(address(service))
+        peer.send(ATTACH)
+        assert peer.poll(PATIENCE_S * 1000)
+        assert b"attached" in peer.recv()
         for name, (says, frames) in BAD_MESSAGES.items():
-            stranger.send_multipart(frames)
-            assert stranger.poll(PATIENCE_S * 1000), name
-            answer = decode(stranger.recv_multipart(), HUB_TO_CLIENT)
+            peer.send_multipart(frames)
+            assert peer.poll(PATIENCE_S * 1000), name
+            answer = decode(peer.recv_multipart(), HUB_TO_CLIENT)
             assert answer.type == "reject", name
             assert says in answer.fields["why"], name
     context.term()
@@ -183,15 +184,26 @@ def test_bad_messages_are_counted_and_dropped(service):
 
 def test_a_frame_that_is_too_large_costs_its_sender_the_connection(service):
     context = zmq.Context()
-    with closing(context.socket(zmq.DEALER)) as stranger, Bystander(service), modest(service[0]):
-        stranger.set(zmq.LINGER, 0)
-        monitor = stranger.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        stranger.connect(address(service))
-        stranger.send_multipart([ATTACH, bytes(FRAME_BYTES + HEADER_BYTES + 1)])
+    with closing(context.socket(zmq.DEALER)) as peer, Bystander(service), modest(service[0]):
+        peer.set(zmq.LINGER, 0)
+        monitor = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        peer.connect(address(service))
+        peer.send_multipart([ATTACH, bytes(FRAME_BYTES + HEADER_BYTES + 1)])
         assert monitor.poll(PATIENCE_S * 1000)
-        stranger.disable_monitor()
+        peer.disable_monitor()
         monitor.close()
     context.term()
+
+
+@pytest.mark.parametrize("count", [400, pytest.param(50_000, marks=pytest.mark.slow)])
+def test_messages_drawn_from_a_seed_are_answered_or_rejected_and_leave_nothing(service, count):
+    rejected = metric(service, "wfm_pipes_rejected")
+    with Bystander(service), modest(service[0]):
+        told, invalid = bombard(address(service), count, seed=count)
+    assert invalid > count / 2
+    assert told["reject"] >= invalid, "what is no message is rejected; so is a submission of parts that do not fit"
+    assert metric(service, "wfm_pipes_rejected") - rejected == told["reject"]
+    assert metric(service, "wfm_pipes_held_bytes") == 0
 
 
 def frame(body, flags=0):
@@ -364,10 +376,10 @@ def test_wrong_keys_no_keys_and_wrong_tokens_are_sentences_and_nothing_is_delive
             assert (status, content["error"]["code"]) == (401, "unauthorized")
         assert metric(guarded, "wfm_pipes_rejected") == 0, "not a message of theirs arrived"
         page = Http(guarded[1]["http"]).get("/")[1].decode()
-        assert ("run/bystander" in page, "stranger" in page) == (True, False)
+        assert ("run/bystander" in page, "unlisted" in page) == (True, False)
 
 
 def refusal(recipe):
     with pytest.raises(RewardError) as error:
-        RewardClient(recipe.endpoint, recipe, "run", "stranger")
+        RewardClient(recipe.endpoint, recipe, "run", "unlisted")
     return str(error.value)

@@ -5,143 +5,15 @@ import tomllib
 
 import pytest
 
+from migrate.configurations import COSMOS_DDRL, SANA_VIDEO_SFT, SD3_NFT, SD3_SFT_LORA, put
 from wfm_ds.errors import RecipeError
 from wfm_ds.migrate import dropped as migrate_gone
 from wfm_ds.migrate import keys as migrate_keys
 from wfm_ds.migrate.command import check, flatten, main, mend, migrate, mode_of, render
-from wfm_ds.migrate.values import DDRL, NFT, SFT, WFM_SFT
+from wfm_ds.migrate.config import DDRL, NFT, SFT, WFM_SFT
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.run.folder import flat
-
-SD3_SFT_LORA = """
-redis = "12800"
-[policy]
-model_name_or_path = "/models/sd3"
-is_diffusers = true
-[policy.lora]
-r = 16
-lora_alpha = 16
-init_lora_weights = "gaussian"
-target_modules = ["attn.to_q", "attn.to_k"]
-[policy.diffusers]
-inference_size = [768, 512]
-[policy.diffusers.sample]
-num_steps = 28
-[train]
-max_num_steps = 400
-output_dir = "./outputs/sft"
-optm_lr = 2e-4
-optm_decay_ratio = 1.0
-train_batch_per_replica = 8
-[train.train_policy]
-type = "sft"
-dataset.local_dir = "/data/images"
-mini_batch = 2
-[train.ckpt]
-enable_checkpoint = true
-save_freq = 30
-[validation]
-enable = true
-freq = 25
-[logging]
-logger = ["console", "wandb"]
-"""
-
-SANA_VIDEO_SFT = """
-[policy]
-model_name_or_path = "Efficient-Large-Model/SANA-Video_2B_480p_diffusers"
-model_gradient_checkpointig = false
-[policy.diffusers_config]
-is_video = true
-train_frames = 49
-inference_size = [480, 832]
-[policy.parallelism]
-dp_shard_size = 8
-[train]
-epoch = 10
-ema_enable = true
-[train.train_policy]
-type = "sft"
-dataset.local_dir = "/data/videos"
-"""
-
-SD3_NFT = """
-mode = "colocated"
-[policy]
-model_name_or_path = "/models/sd3"
-is_diffusers = true
-[policy.lora]
-r = 32
-[policy.diffusers]
-inference_size = [512, 512]
-timestep_fraction = 0.5
-weight_copy_decay_type = 2
-is_video = true
-train_frames = 33
-[policy.diffusers.sample]
-num_steps = 10
-guidance_scale = 1.0
-solver = "flow"
-deterministic_sampling = false
-noise_level = 0.7
-[policy.parallelism]
-dp_shard_size = 8
-n_init_replicas = 2
-[rollout]
-n_generation = 24
-[train]
-max_num_steps = 100
-train_batch_per_replica = 576
-ema_enable = true
-ema_decay = 0.9
-[train.train_policy]
-type = "grpo"
-trainer_type = "diffusion_nft"
-kl_beta = 1e-4
-mini_batch = 9
-dataset.name = "ocr"
-[[train.train_policy.remote_reward.reward_fns]]
-name = "ocr"
-[[train.train_policy.remote_reward.reward_fns]]
-name = "jpeg_compressibility"
-weight = 0.5
-clip_max = 1.0
-[validation]
-enable = true
-"""
-
-COSMOS_DDRL = """
-[model]
-fsdp_shard_size = 4
-dp_replicate_size = 4
-[model_parallel]
-context_parallel_size = 2
-[model.rl]
-sample_steps = 20
-train_on = [0, 2, 4]
-update_ref_every_iter = 0
-data_beta = 0.01
-min_num_conditional_frames = 0
-[trainer]
-max_iter = 60
-run_validation = true
-[[trainer.callbacks]]
-name = "grad_clip"
-args = {clip_norm = 0.5}
-[optimizer]
-lr = 2e-5
-[scheduler]
-warm_up_steps = [50]
-[dataloader_train.video_dataloader]
-dataset_dir = "/data/cosmos"
-num_frames = 29
-video_size = [1280, 704]
-[job]
-name = "mine"
-[checkpoint]
-load_path = "/models/Cosmos-Predict2.5-2B"
-"""
 
 TEXTS = {SFT: SD3_SFT_LORA, NFT: SD3_NFT, DDRL: COSMOS_DDRL}
 TEXTS[WFM_SFT] = COSMOS_DDRL.replace("[model.rl]", "[model.rl]\nenabled = false")
@@ -185,6 +57,7 @@ def test_nft_keeps_groups_rewards_and_the_rollout_sampler(tmp_path):
 def test_ddrl_keeps_groups_guidance_and_reference(tmp_path):
     recipe = recipe_of(tomllib.loads(COSMOS_DDRL), tmp_path)
     assert (recipe.rollout.prompts_per_step, recipe.rollout.group_size) == (2, 8)
+    assert (recipe.model.gradient_checkpointing, recipe.engine.max_forward_batch) == (True, 1)
     assert (recipe.sampling.guidance_scale, recipe.sampling.height, recipe.sampling.width) == (1, 704, 1280)
     assert (recipe.algorithm.train_on, recipe.algorithm.ratio_norm) == ([0, 2, 4], "literal")
     assert (recipe.engine.max_grad_norm, recipe.optimizer.betas) == (0.5, (0.9, 0.99))
@@ -276,6 +149,14 @@ CHANGES = {
     "policy.lora.target_modules": (["to_q"], LORA),
     "policy.lora.init_lora_weights": ("gaussian", {**LORA, "policy.lora.init_lora_weights": True}),
     "policy.parallelism.dp_shard_size": (8, {"policy.lora": None, "policy.parallelism.dp_shard_size": 1}),
+    "policy.parallelism.dp_replicate_size": (
+        2,
+        {
+            "policy.lora": None,
+            "policy.parallelism.dp_shard_size": 8,
+            "policy.parallelism.n_init_replicas": 1,
+        },
+    ),
     "train.fsdp_offload": (True, {}),
     f"{POLICY}.mini_batch": (4, {}),
     "train.train_batch_per_replica": (48, {}),
@@ -295,6 +176,7 @@ CHANGES = {
     "train.ema_decay": (0.5, EMA),
     "train.ema_update_step_interval": (7, EMA),
     "train.max_num_steps": (7, {}),
+    f"{POLICY}.use_remote_reward": (True, {}),
     "train.output_dir": ("elsewhere", {}),
     "train.seed": (9, {}),
     "train.resume": (True, {}),
@@ -341,7 +223,13 @@ CHANGES = {
     f"{POLICY}.remote_reward.reward_clip_min": (-1.0, {}),
     f"{POLICY}.remote_reward.reward_clip_max": (1.0, {}),
     f"{POLICY}.remote_reward.scale": (2.0, {}),
-    "checkpoint.load_path": ("/other", {}),
+    "checkpoint.load_path": ("/other", {"checkpoint.load_path": None}),
+    "model.net.sac_config.mode": ("none", {}),
+    "model_parallel.context_parallel_size": (4, {}),
+    "model_parallel.data_parallel_size": (2, {}),
+    "model.ema.enabled": (False, {}),
+    "model.ema.rate": (0.05, {}),
+    "model.ema.iteration_shift": (1000, {}),
     "model.precision": ("float32", {}),
     "job.project": ("p", {}),
     "job.group": ("g", {}),
@@ -364,6 +252,10 @@ CHANGES = {
     f"{VIDEO}.num_workers": (8, {}),
     f"{VIDEO}.offline_text_embedding": (True, {}),
     f"{VIDEO}.batch_size": (3, {}),
+    f"{VIDEO}.dataloader.batch_size": (3, {}),
+    f"{VIDEO}.dataloader.num_workers": (3, {}),
+    f"{VIDEO}.dataloader.dataset.num_video_frames": (61, {f"{VIDEO}.num_frames": None}),
+    f"{VIDEO}.dataloader.dataset.resolution": ("480", {f"{VIDEO}.video_size": [832, 480]}),
     "dataloader_val.video_dataloader.dataset_dir": ("/val", {}),
     "model.conditioner": ([{"name": "text", "type": "text_attr", "dropout_rate": 0.2}], {}),
     "model.sde.p_mean": (0.1, {}),
@@ -371,8 +263,8 @@ CHANGES = {
     "model.min_num_conditional_frames": (0, {}),
     "model.max_num_conditional_frames": (1, {}),
     "model.loss_scale": (1.0, {}),
-    "model.dp_replicate_size": (8, {}),
-    "model.fsdp_shard_size": (8, {}),
+    "model.dp_replicate_size": (2, {"model.fsdp_shard_size": 8, "model.dp_replicate_size": 1}),
+    "model.fsdp_shard_size": (8, {"model.fsdp_shard_size": 1, "model.dp_replicate_size": 8}),
     "model.rl.num_rollout": (4, {}),
     "model.rl.on_policy": (False, {}),
     "model.rl.sample_steps": (15, {}),
@@ -395,6 +287,7 @@ CHANGES = {
     "model.rl.max_num_conditional_frames": (2, {}),
     f"{REWARD}.adv_clip_max": (2.0, {}),
     f"{REWARD}.remote_reward.reward_fn": ("ocr", {}),
+    f"{REWARD}.remote_reward.score_key": ("vq_reward", {}),
     f"{REWARD}.remote_reward.enabled": (False, {f"{REWARD}.fake_reward.enabled": True}),
     f"{REWARD}.remote_reward.reward_clip_min": (-1.0, {}),
     f"{REWARD}.remote_reward.reward_clip_max": (1.0, {}),
@@ -405,6 +298,7 @@ CHANGES = {
 # These have one value that a recipe can say: another is told to have no counterpart, or to be that of another key.
 ONE_VALUE = {
     "train.optm_name",
+    "train.epoch",
     f"{POLICY}.mu_iterations",
     f"{DIFFUSERS}.inference_frames",
     f"{POLICY}.advantage_low",
@@ -413,24 +307,16 @@ ONE_VALUE = {
 
 def resolved(config):
     """The resolved recipe with dotted keys, without the detour over a file."""
-    sections = {}
+    sections = {"model": {"path": "a/folder"}}
     for key, value in migrate(config).values.items():
         sections.setdefault(key.partition(".")[0], {})[key.partition(".")[2]] = value
     return flat(Recipe.model_validate(sections).model_dump())
 
 
-def put(config, key, value):
-    """Set a dotted key; None removes it."""
-    *tables, name = key.split(".")
-    for table in tables:
-        config = config.setdefault(table, {})
-    if value is None:
-        config.pop(name, None)
-    else:
-        config[name] = value
+CHANGING = [row for row in migrate_keys.ROWS if row.theirs not in ONE_VALUE]
 
 
-@pytest.mark.parametrize("row", [r for r in migrate_keys.ROWS if r.theirs not in ONE_VALUE], ids=lambda r: r.theirs)
+@pytest.mark.parametrize("row", CHANGING, ids=lambda row: f"{row.theirs}-{row.targets[0]}")
 def test_every_mapped_key_changes_the_resolved_recipe(row):
     for mode in row.modes:
         value, setting = CHANGES[row.theirs]
@@ -448,12 +334,14 @@ def test_every_mapped_key_changes_the_resolved_recipe(row):
 def test_a_value_that_recipes_do_not_know_is_said(key):
     others = {
         "train.optm_name": "Adam",
+        "train.epoch": 3,
         f"{POLICY}.mu_iterations": 2,
         f"{DIFFUSERS}.inference_frames": 9,
         f"{POLICY}.advantage_low": -1.0,
     }
     config = tomllib.loads(SD3_NFT)
     put(config, key, others[key])
+    put(config, "train.max_num_steps", None)
     migration = migrate(config)
     assert key in migration.gone or any("there it was -1 to 5" in note for note in migration.notes)
 
@@ -464,7 +352,7 @@ def test_the_page_holds_the_table_of_keys(root, capsys):
 
 
 def test_the_tables_name_recipe_keys_and_no_key_twice():
-    seen = [(row.theirs, mode) for row in migrate_keys.ROWS for mode in row.modes]
+    seen = [(row.theirs, target, mode) for row in migrate_keys.ROWS for target in row.targets for mode in row.modes]
     assert len(seen) == len(set(seen))
     assert migrate_gone.reason_for("rollout.parallelism.anything") is not None
     assert migrate_gone.reason_for("rollout.anything") is None

@@ -22,8 +22,9 @@ from multi_rank.training import (
 )
 from wfm_ds.algorithms import build_rl
 from wfm_ds.distributed.world import COLLECTIVE_TIMEOUT_S, World
-from wfm_ds.engine.engine import DenoiserEngine, learning_rate
+from wfm_ds.engine.engine import DenoiserEngine
 from wfm_ds.engine.lockstep import Guard
+from wfm_ds.engine.schedules import learning_rate
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.rollout.groups import PromptGroups
@@ -147,9 +148,11 @@ def misuse():
     attempt(engine.step, RuntimeError)
     output = predict(engine.forward_module, [0])
     attempt(lambda: engine.backward(output, 1), ValueError)
+    attempt(lambda: engine.backward(output.mean(), 0), ValueError)
     for _ in range(MICRO_STEPS):
         engine.backward(predict(engine.forward_module, [0]).mean(), 6)
     attempt(lambda: engine.backward(predict(engine.forward_module, [0]).mean(), 6), RuntimeError)
+    attempt(engine.skip, RuntimeError)
     attempt(lambda: engine.distance("ref"), ValueError)
     return [*messages, str(engine.step().applied)]
 
@@ -159,7 +162,9 @@ def test_calls_out_of_order_are_refused(two_ranks):
         assert messages == [
             "step() after 0 of 3 backwards",
             "loss_sum must be a scalar, got the shape (1, 4, 8, 8)",
+            "a step of 0 terms has no gradient: call skip()",
             "step() is due: 3 backwards make an optimizer step",
+            "skip() after 3 backwards of a step",
             "ref has no tensors of its own in a LoRA run: it is the base without adapter",
             "True",
         ]

@@ -5,13 +5,15 @@ A term's data follow from its number alone, so that ranks and the single process
 
 import copy
 import json
+import math
 from pathlib import Path
 
 import torch
 from diffusers import SD3Transformer2DModel
 
 from wfm_ds.distributed.world import World
-from wfm_ds.engine.engine import DenoiserEngine, ema_decay
+from wfm_ds.engine.engine import DenoiserEngine
+from wfm_ds.engine.schedules import ema_decay
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.seeds import derive_seed
 
@@ -147,13 +149,15 @@ def train_step(engine, step, dtype=torch.float32, spoil=None):
     with engine.policy("ref"):
         ref = [predict(engine.forward_module, n, dtype) for n in numbers]
     total, loss = num_terms(step), 0.0
+    if spoil == "empty":
+        return engine.skip(), math.nan
     for micro in micros:
         v = predict(engine.forward_module, numbers[micro], dtype)
         loss_B = nft_loss(numbers[micro], v, old[micro], ref[micro])
         loss_sum = (loss_B * torch.tensor([weight(n) for n in numbers[micro]])).sum()
         if spoil == "nan" and micro == 0 and world.rank == 1:
             loss_sum = loss_sum * float("nan")
-        engine.backward(loss_sum, 0 if spoil == "empty" else total)
+        engine.backward(loss_sum, total)
         loss += float(loss_sum.detach())
     return engine.step(), world.sums({"loss": loss})["loss"] / total
 

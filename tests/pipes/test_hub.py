@@ -19,11 +19,13 @@ import numpy as np
 import pytest
 import zmq
 
+from bad_frames import bombard
 from wfm_ds.pipes import wire
 from wfm_ds.pipes.client import PipeClient, TaskRequest
+from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.messages import CLIENT_TO_HUB, HUB_TO_CLIENT, HUB_TO_WORKER, WORKER_TO_HUB
-from wfm_ds.pipes.sockets import Dealer, Full, PipeError, Router, check_endpoint, private_folder
+from wfm_ds.pipes.sockets import Dealer, Full, PipeError, Router, check_endpoint
 from wfm_ds.pipes.worker import LeaseWorker, TaskFailed
 
 KIND = "double"
@@ -32,10 +34,9 @@ DEADLINE_S = 20.0
 
 @pytest.fixture
 def folder():
-    path = private_folder()
-    yield path
-    assert not list(path.iterdir()), "sockets are removed"
-    path.rmdir()
+    with SocketFolder() as path:
+        yield path
+        assert not list(path.iterdir()), "sockets are removed"
 
 
 @pytest.fixture
@@ -438,28 +439,28 @@ def test_rubbish_disturbs_nobody(stack, folder):
     with socket.create_connection(("127.0.0.1", port)) as raw:
         raw.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
     context = zmq.Context()
-    stranger = Dealer(context, hub.client_endpoint)
+    peer = Dealer(context, hub.client_endpoint)
     deadline_s = time.monotonic() + DEADLINE_S
     sent = 0
     while sent < 20 and time.monotonic() < deadline_s:
         try:
-            stranger.send(os.urandom(50), [b"x"] * sent)
+            peer.send(os.urandom(50), [b"x"] * sent)
             sent += 1
         except Full:
-            stranger.socket.poll(10)
+            peer.socket.poll(10)
     submit(client, [1])
     assert [o.ok for o in collect(client, 1).values()] == [True]
     while sum(hub.rejected.values()) < 20 and time.monotonic() < deadline_s:
-        stranger.socket.poll(20)
-        stranger.receive()
+        peer.socket.poll(20)
+        peer.receive()
     assert sum(hub.rejected.values()) == 20
     assert hub.error is None
-    stranger.close()
+    peer.close()
     context.term()
 
 
 def test_a_flood_of_bad_messages_is_a_line_for_each_reason_and_its_count(stack, folder, caplog):
-    """As many distinct texts as messages: what a peer writes makes no reason of its own."""
+    """Every message has a text of its own: what a peer writes makes no reason of its own."""
     hub = a_hub(stack, folder)
     peer = RawPeer(stack, hub.client_endpoint)
     bad = [
@@ -477,6 +478,19 @@ def test_a_flood_of_bad_messages_is_a_line_for_each_reason_and_its_count(stack, 
     assert hub.rejected.total() == 1600
     assert len(lines) <= 2 * len(bad), lines[:20]
     assert sum(int(count[1]) if (count := re.search(r": (\d+) more", line)) else 1 for line in lines) == 1600
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(50_000, marks=pytest.mark.slow)])
+def test_workers_messages_drawn_from_a_seed_are_answered_or_rejected(stack, folder, count):
+    hub = a_hub(stack, folder)
+    a_worker(stack, hub)
+    client = a_client(stack, hub.client_endpoint)
+    told, invalid = bombard(hub.worker_endpoint, count, seed=count, workers=True)
+    assert invalid > count / 2
+    assert hub.rejected.total() == told["reject"] >= invalid
+    submit(client, [1, 2, 3])
+    assert all(outcome.ok for outcome in collect(client, 3).values())
+    assert hub.error is None
 
 
 def test_failures_of_tasks_that_a_worker_does_not_have_are_not_logged(stack, folder, caplog):

@@ -17,9 +17,10 @@ import zmq
 
 from wfm_ds.pipes import keys
 from wfm_ds.pipes.client import PipeClient, TaskRequest
+from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.keys import KeyFileError, client_keys, hub_keys, new
-from wfm_ds.pipes.sockets import PipeError, check_endpoint, private_folder
+from wfm_ds.pipes.sockets import PipeError, check_endpoint
 from wfm_ds.pipes.worker import LeaseWorker
 
 DEADLINE_S = 20.0
@@ -47,9 +48,8 @@ def stack():
 
 
 def a_hub(stack, folder):
-    """Its worker, on this machine, needs no keys."""
-    sockets = private_folder()
-    stack.callback(lambda: shutil.rmtree(sockets))
+    """A hub whose worker, on this machine, needs no keys."""
+    sockets = stack.enter_context(SocketFolder())
     hub = Hub(
         clients="tcp://127.0.0.1:0", workers=f"ipc://{sockets}/w", kinds={"sum": Kind(10.0, {})}, keys=hub_keys(folder)
     )
@@ -60,7 +60,7 @@ def a_hub(stack, folder):
 
 
 def a_hub_for_machines(stack, folder):
-    """Its workers need keys too."""
+    """A hub whose workers need keys too."""
     here = "tcp://127.0.0.1:0"
     kinds = {"sum": Kind(60.0, {})}
     hub = Hub(clients=here, workers=here, kinds=kinds, keys=hub_keys(folder), worker_keys=True)
@@ -103,8 +103,7 @@ def test_a_client_with_its_key_is_served(stack, folders):
 
 def test_the_hubs_own_process_is_let_in(stack, folders):
     secrets = hub_keys(folders[0])
-    sockets = private_folder()
-    stack.callback(lambda: shutil.rmtree(sockets))
+    sockets = stack.enter_context(SocketFolder())
     hub = Hub(clients="tcp://127.0.0.1:0", workers=f"ipc://{sockets}/w", kinds={}, keys=secrets)
     hub.start()
     stack.callback(lambda: hub.stop(0.0))
@@ -149,7 +148,7 @@ def test_a_refusal_is_not_waited_for(stack, folders, tmp_path):
 
 
 def says(client, words):
-    """It is not let in, and says why."""
+    """Wait until the client is refused with these words."""
     deadline_s = time.monotonic() + DEADLINE_S
     while True:
         with pytest.raises(PipeError) as error:
@@ -249,8 +248,7 @@ def until(condition):
 
 
 def test_a_hub_without_keys_is_a_sentence_for_a_client_with_some(stack, folders):
-    sockets = private_folder()
-    stack.callback(lambda: shutil.rmtree(sockets))
+    sockets = stack.enter_context(SocketFolder())
     hub = Hub(clients="tcp://127.0.0.1:0", workers=f"ipc://{sockets}/w", kinds={})
     hub.start()
     stack.callback(lambda: hub.stop(0.0))
@@ -302,7 +300,7 @@ def test_half_a_pair_is_named_and_left_as_it_is(tmp_path, there):
 @pytest.mark.parametrize("name", ["", "../x", "a b", "a/b", "x" * 65])
 def test_a_name_is_plain(tmp_path, name, capsys):
     assert keys.main(["new", str(tmp_path), name]) == 2
-    assert "is no name for a key" in capsys.readouterr().err
+    assert "is not a name for a key" in capsys.readouterr().err
 
 
 def test_secrets_that_others_can_read_are_refused(folders):

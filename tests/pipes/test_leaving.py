@@ -1,6 +1,5 @@
-"""Which ends of a worker are held against the task that it had: a goodbye is not, a death is."""
+"""A worker's end and the task that it had: a goodbye is no attempt, a death is one."""
 
-import shutil
 import sys
 import threading
 import time
@@ -9,9 +8,9 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from wfm_ds.pipes.client import PipeClient, TaskRequest
+from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.ledger import MAX_ATTEMPTS
-from wfm_ds.pipes.sockets import private_folder
 from wfm_ds.pipes.worker import LeaseWorker
 
 KIND = "work"
@@ -26,8 +25,7 @@ def stack():
 
 @pytest.fixture
 def hub(stack):
-    folder = private_folder()
-    stack.callback(shutil.rmtree, folder)
+    folder = stack.enter_context(SocketFolder())
     hub = Hub(clients=f"ipc://{folder}/c", workers=f"ipc://{folder}/w", kinds={KIND: Kind(600.0, {})})
     hub.start()
     stack.callback(hub.stop, 0.0)

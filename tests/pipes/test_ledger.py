@@ -1,23 +1,13 @@
-"""The state machine under random events, and each of its rules by itself."""
+"""Each rule of the state machine by itself; test_ledger_model.py has them under random events."""
 
-import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from wfm_ds.pipes.ledger import MAX_ATTEMPTS, Admission, Ledger, Refused, Task, Verdict
+from wfm_ds.pipes.ledger import MAX_ATTEMPTS, Admission, Ledger, Refused, ReportStatus, Task
 
 STALL_S = 10.0
 KINDS = ("a", "b")
-OWNERS = ("ann", "bob")
-WORKERS = {"w0": ("a",), "w1": ("a", "b"), "w2": ("b",)}
-MAX_WAITING, MAX_BYTES = 8, 60
-
-task_ids = st.integers(0, 11).map(str)
-workers = st.sampled_from(sorted(WORKERS))
 
 
 def a_task(task_id, owner="ann", kind="a", num_bytes=5, deadline_s=1e9):
@@ -40,163 +30,6 @@ def finished(ledger, owner="ann", after=0):
     return [(c.id, c.ok, c.reason) for c in ledger.completions(owner, after)]
 
 
-class Model(RuleBasedStateMachine):
-    """Events in any order, among them those of confused or malicious peers; what must hold is checked after each."""
-
-    def __init__(self):
-        super().__init__()
-        self.ledger = a_ledger(max_waiting=MAX_WAITING, max_bytes=MAX_BYTES)
-        self.now_s = 0.0
-        self.credit = {}
-        self.owner_of = {}
-        self.completed = {}  # (owner, id) -> how often, since the owner was last forgotten
-        self.seen = dict.fromkeys(OWNERS, 0)
-        self.held_by = {}  # task id -> worker and number of the live lease
-        self.attempts = {}  # task id -> leases that ended in a failure, a stall or a death
-
-    def spent(self, *leases):
-        """These ended so."""
-        for worker, task_id, attempt in leases:
-            if self.held_by.get(task_id) == (worker, attempt):
-                del self.held_by[task_id]
-                self.attempts[task_id] = self.attempts.get(task_id, 0) + 1
-
-    def record(self):
-        for owner in OWNERS:
-            for completion in self.ledger.completions(owner, self.seen[owner]):
-                assert completion.seq > self.seen[owner]
-                self.seen[owner] = completion.seq
-                key = (owner, completion.id)
-                self.completed[key] = self.completed.get(key, 0) + 1
-                assert completion.ok == (not completion.reason)
-                self.held_by.pop(completion.id, None)
-                if completion.ok:
-                    assert self.attempts[completion.id] < MAX_ATTEMPTS
-                elif not re.search("down|deadline|for good", completion.reason):
-                    assert self.attempts[completion.id] == MAX_ATTEMPTS
-
-    @rule(task_id=task_ids, owner=st.sampled_from(OWNERS), kind=st.sampled_from([*KINDS, "?"]), n=st.integers(0, 20))
-    def submit(self, task_id, owner, kind, n):
-        foreign = self.owner_of.get(task_id, owner) != owner
-        try:
-            admission = self.ledger.submit(a_task(task_id, owner, kind, n, self.now_s + 60))
-        except Refused as error:
-            refusal = str(error)
-        else:
-            refusal = ""
-            if admission is Admission.NEW:
-                self.owner_of[task_id] = owner
-                self.attempts[task_id] = 0
-                assert kind in KINDS
-        assert refusal in ("", "full") or kind not in KINDS or foreign
-
-    @rule(worker=workers, credit=st.integers(1, 3), held=st.sets(task_ids))
-    def worker_up(self, worker, credit, held):
-        self.ledger.worker_up(worker, frozenset(WORKERS[worker]), credit, held)
-        self.credit[worker] = credit
-        self.held_by = {t: lease for t, lease in self.held_by.items() if lease[0] != worker or t in held}
-
-    @rule()
-    def lease(self):
-        self.lease_to(WORKERS)
-
-    def lease_to(self, kinds):
-        for grant in self.ledger.lease(self.now_s):
-            assert grant.task.kind in kinds[grant.worker]
-            assert grant.task.payload == f"media of {grant.task.id}"
-            assert self.attempts[grant.task.id] < min(grant.attempt, MAX_ATTEMPTS)
-            self.held_by[grant.task.id] = (grant.worker, grant.attempt)
-
-    @rule(worker=workers, task_id=task_ids, attempt=st.integers(1, 3), done=st.integers(0, 3))
-    def progress(self, worker, task_id, attempt, done):
-        self.ledger.progress(worker, task_id, attempt, done, self.now_s)
-
-    @rule(worker=workers, task_id=task_ids, attempt=st.integers(1, 3))
-    def result(self, worker, task_id, attempt):
-        self.ledger.result(worker, task_id, attempt, 0.1, {"by": worker})
-        self.held_by.pop(task_id, None)
-
-    @rule(worker=workers, task_id=task_ids, attempt=st.integers(1, 3), fatal=st.booleans())
-    def failed(self, worker, task_id, attempt, fatal):
-        self.ledger.failed(worker, task_id, attempt, "for good" if fatal else "no", fatal)
-        self.spent((worker, task_id, attempt))
-
-    @rule(worker=workers)
-    def worker_lost(self, worker):
-        for task_id in self.ledger.worker_lost(worker, "gone"):
-            self.spent((worker, task_id, self.held_by.get(task_id, ("", 0))[1]))
-        assert not self.ledger.knows_worker(worker)
-
-    @rule(worker=workers)
-    def worker_left(self, worker):
-        self.returned(worker, self.ledger.worker_left(worker))
-        assert not self.ledger.knows_worker(worker)
-
-    @rule(worker=workers, ids=st.sets(task_ids, max_size=3))
-    def not_sent(self, worker, ids):
-        self.ledger.not_sent(worker, ids)
-        self.returned(worker, ids)
-
-    def returned(self, worker, ids):
-        """Leases that were no attempts."""
-        self.held_by = {t: lease for t, lease in self.held_by.items() if lease[0] != worker or t not in ids}
-
-    @rule(seconds=st.sampled_from([0.5, 6.0, 11.0, 70.0]))
-    def expire(self, seconds):
-        self.now_s += seconds
-        self.spent(*self.ledger.expire(self.now_s))
-
-    @rule(owner=st.sampled_from(OWNERS), ids=st.sets(task_ids, max_size=3))
-    def cancel(self, owner, ids):
-        for worker, task_id in self.ledger.cancel(owner, ids):
-            self.returned(worker, [task_id])
-
-    @rule(owner=st.sampled_from(OWNERS))
-    def release(self, owner):
-        self.record()
-        self.ledger.release(owner, self.seen[owner])
-        assert not self.ledger.completions(owner, 0)
-
-    @rule(owner=st.sampled_from(OWNERS))
-    def forget(self, owner):
-        for worker, task_id in self.ledger.forget(owner):
-            self.returned(worker, [task_id])
-        self.seen[owner] = 0
-        self.completed = {key: n for key, n in self.completed.items() if key[0] != owner}
-
-    @rule(kind=st.sampled_from(KINDS))
-    def kind_down(self, kind):
-        self.ledger.kind_down(kind, f"{kind} is down")
-
-    @invariant()
-    def holds(self):
-        self.ledger.check()
-        self.record()
-        assert all(n == 1 for n in self.completed.values()), "a task completes once"
-        assert self.ledger.held_bytes <= MAX_BYTES
-
-    def teardown(self):
-        """From any state, workers that leave change nothing and fresh ones bring everything to an end."""
-        for worker in WORKERS:
-            self.worker_lost(worker)
-        for _ in range(MAX_ATTEMPTS):
-            self.ledger.worker_up("leaving", frozenset(KINDS), 12, ())
-            self.lease_to({"leaving": KINDS})
-            self.returned("leaving", self.ledger.worker_left("leaving"))
-            self.holds()
-        self.ledger.worker_up("fresh", frozenset(KINDS), 2, ())
-        while grants := self.ledger.lease(self.now_s):
-            for grant in grants:
-                assert self.ledger.result("fresh", grant.task.id, grant.attempt, 0.1, {}) is Verdict.ACCEPTED
-        self.ledger.check()
-        assert self.ledger.held_bytes == 0
-        assert not self.ledger.has_leases()
-
-
-TestLedger = Model.TestCase
-TestLedger.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
-
-
 def test_a_task_is_leased_once_in_submit_order_within_credit():
     ledger = a_ledger()
     for i in range(4):
@@ -205,7 +38,7 @@ def test_a_task_is_leased_once_in_submit_order_within_credit():
     up(ledger, credit=3)
     assert leased(ledger) == [("w0", "0", 1), ("w0", "1", 1), ("w0", "2", 1)]
     assert leased(ledger) == []
-    assert ledger.result("w0", "1", 1, 0.5, {"x": 1}) is Verdict.ACCEPTED
+    assert ledger.result("w0", "1", 1, 0.5, {"x": 1}) is ReportStatus.ACCEPTED
     assert leased(ledger) == [("w0", "3", 1)]
     assert finished(ledger) == [("1", True, "")]
 
@@ -215,13 +48,13 @@ def test_the_first_result_wins_and_others_are_recognised():
     ledger.submit(a_task("t"))
     up(ledger)
     leased(ledger)
-    assert ledger.result("w0", "t", 1, 0.5, {"n": 1}) is Verdict.ACCEPTED
-    assert ledger.result("w0", "t", 1, 0.5, {"n": 2}) is Verdict.DUPLICATE
+    assert ledger.result("w0", "t", 1, 0.5, {"n": 1}) is ReportStatus.ACCEPTED
+    assert ledger.result("w0", "t", 1, 0.5, {"n": 2}) is ReportStatus.DUPLICATE
     assert ledger.completions("ann", 0)[0].meta == {"n": 1}
     ledger.release("ann", 1)
-    assert ledger.result("w0", "t", 1, 0.5, {"n": 3}) is Verdict.DUPLICATE
+    assert ledger.result("w0", "t", 1, 0.5, {"n": 3}) is ReportStatus.DUPLICATE
     assert ledger.submit(a_task("t")) is Admission.KNOWN
-    assert ledger.result("w0", "never", 1, 0.5, {}) is Verdict.UNKNOWN
+    assert ledger.result("w0", "never", 1, 0.5, {}) is ReportStatus.UNKNOWN
     assert finished(ledger) == []
 
 
@@ -236,7 +69,7 @@ def test_a_stalled_lease_moves_but_its_worker_gets_nothing_more_until_it_reports
     assert leased(ledger) == [], "the only worker hangs"
     up(ledger, "w1")
     assert leased(ledger, 20.0) == [("w1", "t", 2)]
-    assert ledger.result("w0", "t", 1, 9.0, {}) is Verdict.LATE
+    assert ledger.result("w0", "t", 1, 9.0, {}) is ReportStatus.LATE
     assert finished(ledger) == [("t", True, "")]
     ledger.submit(a_task("u"))
     assert leased(ledger) == [("w0", "u", 1)], "it has reported; w1 still works on t"
@@ -257,10 +90,10 @@ def test_a_failure_of_an_earlier_lease_says_nothing_about_this_one():
     ledger.submit(a_task("t"))
     up(ledger)
     leased(ledger)
-    assert ledger.failed("w0", "t", 1, "no luck", fatal=False) is Verdict.ACCEPTED
+    assert ledger.failed("w0", "t", 1, "no luck", fatal=False) is ReportStatus.ACCEPTED
     assert leased(ledger) == [("w0", "t", 2)]
-    assert ledger.failed("w0", "t", 1, "no luck", fatal=True) is Verdict.DUPLICATE
-    assert ledger.result("w0", "t", 2, 0.1, {}) is Verdict.ACCEPTED
+    assert ledger.failed("w0", "t", 1, "no luck", fatal=True) is ReportStatus.DUPLICATE
+    assert ledger.result("w0", "t", 2, 0.1, {}) is ReportStatus.ACCEPTED
 
 
 def test_only_growing_progress_renews_a_lease():
@@ -408,7 +241,7 @@ def test_a_cancelled_task_keeps_its_worker_busy_until_it_reports():
     assert ledger.held_bytes == 0
     ledger.submit(a_task("u"))
     assert leased(ledger) == []
-    assert ledger.result("w0", "t", 1, 0.1, {}) is Verdict.DUPLICATE
+    assert ledger.result("w0", "t", 1, 0.1, {}) is ReportStatus.DUPLICATE
     assert leased(ledger) == [("w0", "u", 1)]
     assert finished(ledger) == []
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from wfm_ds.pipes.client import PipeClient, TaskRequest
+from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.hub_clients import Clients
-from wfm_ds.pipes.sockets import PipeError, private_folder
+from wfm_ds.pipes.sockets import PipeError
 from wfm_ds.pipes.spool import NotHeld, Spool
 from wfm_ds.pipes.wire import FRAME_BYTES, pack_tensors
 from wfm_ds.pipes.worker import Answer, LeaseWorker
@@ -20,11 +21,11 @@ DEADLINE_S = 30.0
 
 @pytest.fixture
 def stack():
-    folder = private_folder()
-    with ExitStack() as stack:
-        stack.callback(folder.rmdir)
+    with SocketFolder() as folder, ExitStack() as stack:
         stack.folder = folder
         yield stack
+        stack.close()
+        assert not list(folder.iterdir()), "sockets are removed"
 
 
 def a_hub(stack, **options):
@@ -76,10 +77,10 @@ def test_any_client_of_the_run_fetches_a_result_until_it_is_released(stack):
     for client in (bob, ann, bob):
         (array,) = client.fetch(["a"], DEADLINE_S)["a"].tensors()
         assert np.array_equal(array, np.arange(size, dtype=np.float32))
-    with pytest.raises(PipeError, match="the hub has no result a"):
+    with pytest.raises(PipeError, match="the hub does not have the result a"):
         eve.fetch(["a"], DEADLINE_S)
     ann.release(["a"])
-    with pytest.raises(PipeError, match="the hub has no result a"):
+    with pytest.raises(PipeError, match="the hub does not have the result a"):
         ann.fetch(["a"], DEADLINE_S)
 
 
@@ -91,7 +92,9 @@ def test_another_run_cannot_have_a_result_dropped(stack, word, fields):
     submit(ann, "a", 5)
     assert outcome(ann).ok
     eve._commands.put(lambda: eve._send_ids(word, ["a"], **fields))  # its own methods might know that it is not hers
-    with pytest.raises(PipeError, match="the hub has no result a"):  # answered later: a connection keeps its order
+    with pytest.raises(
+        PipeError, match="the hub does not have the result a"
+    ):  # answered later: a connection keeps its order
         eve.fetch(["a"], DEADLINE_S)
     assert len(ann.fetch(["a"], DEADLINE_S)["a"].tensors()[0]) == 5
 
@@ -208,7 +211,7 @@ def test_a_release_that_is_lost_is_repeated(stack, monkeypatch):
         tick.wait(0.05)
     assert len(heard) >= 2
     assert set(map(tuple, heard)) == {("a",)}
-    with pytest.raises(PipeError, match="no result a"):
+    with pytest.raises(PipeError, match="does not have the result a"):
         client.fetch(["a"], DEADLINE_S)
 
 

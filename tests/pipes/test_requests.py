@@ -1,4 +1,4 @@
-"""Which requests for payloads are repeated: those that are proven lost."""
+"""Requests for payloads are repeated when they are proven lost, and not before."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from wfm_ds.pipes.requests import MARK_S, MAX_OPEN, Request, Requests
 
 
 class Wire:
-    """What was sent, since it was last looked at."""
+    """Records what was sent since it was last read."""
 
     def __init__(self):
         self.sent, self.open = [], True

@@ -1,4 +1,4 @@
-"""What is encoded comes back equal; whatever else arrives is a WireError and nothing else."""
+"""Messages come back as they were encoded; any other bytes are a WireError and nothing else."""
 
 import contextlib
 import math

@@ -1,6 +1,5 @@
 """A worker against a hub of bare messages: which attempt at a task it speaks of."""
 
-import shutil
 import threading
 import time
 from contextlib import ExitStack
@@ -9,8 +8,9 @@ import pytest
 import zmq
 
 from wfm_ds.pipes import wire
+from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.messages import WORKER_TO_HUB
-from wfm_ds.pipes.sockets import Router, private_folder
+from wfm_ds.pipes.sockets import Router
 from wfm_ds.pipes.worker import LeaseWorker
 
 KIND = "work"
@@ -21,9 +21,9 @@ class RawHub:
     """Says what a test makes it say."""
 
     def __init__(self, stack):
-        folder, context = private_folder(), zmq.Context()
+        folder, context = stack.enter_context(SocketFolder()), zmq.Context()
         self.router = Router(context, f"ipc://{folder}/w")
-        for closing in (lambda: shutil.rmtree(folder), self.router.release, context.term, self.router.close):
+        for closing in (self.router.release, context.term, self.router.close):
             stack.callback(closing)
         self.route = b""
 

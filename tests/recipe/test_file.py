@@ -109,7 +109,7 @@ def test_all_errors_are_reported_sorted_by_line(errors):
         "recipes/mine.yaml:1: run.steps: expected a whole number > 0, got 'many'",
         "recipes/mine.yaml:8: algorithm.beta: expected a number > 0, got 0",
         "recipes/mine.yaml:9: algorithm.kl_beta: expected a number >= 0, got true",
-        "override lora.rank='30': lora.rank: expected a whole number > 0, got '30'",
+        "override lora.rank='30': lora.rank: expected a whole number > 0 and <= 65536, got '30'",
     ]
 
 
@@ -132,7 +132,7 @@ def test_all_errors_are_reported_sorted_by_line(errors):
             "name: diffusion_nft",
             "name: grpo",
             7,
-            "algorithm.name: expected one of sft, diffusion_nft, flow_grpo, ddrl, got 'grpo'",
+            "algorithm.name: expected one of sft, diffusion_nft, flow_grpo, ddrl, package.module:Class, got 'grpo'",
         ),
         ("name: diffusion_nft", "beta: 1", 6, "the key algorithm.name is missing; expected one of sft, diffusion_nft"),
         (

@@ -2,11 +2,16 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wfm_ds.recipe.tree import Place, merge, override, parse, to_yaml
+from wfm_ds.recipe.tree import Place, merge, override, parse
+from wfm_ds.recipe.yaml_text import to_yaml
 
 KEYS = st.sampled_from(["a", "b", "c"])
+FIT = st.characters(codec="utf-8", exclude_characters="\0")
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=3),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=8,
 )

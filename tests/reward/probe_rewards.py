@@ -40,6 +40,10 @@ class Other(Brightness):
     name = "other"
 
 
+class Few(Brightness):
+    name, max_batch = "few", 4
+
+
 class Labelled(Brightness):
     name, needs = "labelled", ("label",)
 

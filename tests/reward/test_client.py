@@ -12,7 +12,7 @@ import yaml
 
 from reward_http import Http, serving
 from wfm_ds.errors import RewardError
-from wfm_ds.pipes.client import Outcome, PipeClient
+from wfm_ds.pipes.client import PipeClient, TaskOutcome
 from wfm_ds.pipes.keys import new
 from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout.rewards import RewardClient, RewardService, service_config
@@ -119,7 +119,7 @@ def test_several_submissions_are_collected_by_one_wait_and_only_once(client):
 
 
 def test_an_answer_that_is_not_waited_for_any_more_is_no_score(client):
-    client._book(Outcome("given up", True, 0.1, {"scores": [[0.5, None, {}]]}, ""))
+    client._book(TaskOutcome("given up", True, 0.1, {"scores": [[0.5, None, {}]]}, ""))
     assert client.wait() == {}
 
 

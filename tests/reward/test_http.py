@@ -26,7 +26,7 @@ from wfm_reward.config import HttpConfig
 from wfm_reward.web.access import check_token, service_token
 from wfm_reward.web.budget import MemoryBudget
 from wfm_reward.web.plain import parse_compute
-from wfm_reward.web.problem import Problem
+from wfm_reward.web.problem import HttpProblem
 
 PROBES = Path(__file__).parent
 BRIGHTNESS, MOODY, OTHER = "probe_rewards:Brightness", "probe_rewards:Moody", "probe_rewards:Other"
@@ -227,30 +227,30 @@ def test_ping(http, method, path):
     "token", [None, "wrong", TOKEN[:-1], f"{TOKEN}x", "", "caf\u00e9".encode().decode("latin1"), "\xff"]
 )
 def test_nothing_but_health_is_answered_without_the_token(service, token):
-    stranger = Http(service[1]["http"], token)
+    unknown = Http(service[1]["http"], token)
     for method, path in [
         ("GET", "/"), ("GET", "/metrics"), ("GET", "/ping"), ("GET", "/api/rewards"), ("POST", "/api/reward/enqueue"),
         ("POST", "/api/reward/pull"), ("POST", "/api/reward/ping"), ("POST", "/compute"), ("GET", "/no-such"),
     ]:  # fmt: skip
-        status, content, headers = stranger.ask(method, path, b"x" if method == "POST" else None)
+        status, content, headers = unknown.ask(method, path, b"x" if method == "POST" else None)
         assert (path, status) == (path, 401)
         assert headers["WWW-Authenticate"].startswith("Basic")
         assert TOKEN not in content["message"]
-    assert stranger.get("/health")[:2] == (200, {"ready": True})
+    assert unknown.get("/health")[:2] == (200, {"ready": True})
 
 
 @pytest.mark.parametrize("sent", [b"\xff", b"Bearer \xff", b"Basic \xff", b"Basic /w=="])
 def test_a_header_that_is_not_utf_8_is_a_wrong_token(sent):
-    with pytest.raises(Problem) as problem:
+    with pytest.raises(HttpProblem) as problem:
         check_token(sent.decode("utf-8", "surrogateescape"), TOKEN)  # as aiohttp decodes headers
     assert problem.value.status == 401
 
 
 def test_a_browser_sends_the_token_as_its_password(service):
-    stranger = Http(service[1]["http"], None)
+    unknown = Http(service[1]["http"], None)
     for password, status in ((TOKEN, 200), ("wrong", 401)):
         pair = base64.b64encode(f"me:{password}".encode()).decode()
-        assert stranger.ask("GET", "/api/rewards", Authorization=f"Basic {pair}")[0] == status
+        assert unknown.ask("GET", "/api/rewards", Authorization=f"Basic {pair}")[0] == status
 
 
 def test_a_port_that_others_reach_needs_a_token(tmp_path):
@@ -414,7 +414,7 @@ SDP = "v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 50
 def test_a_video_that_names_other_sources_is_refused_before_they_are_opened(tmp_path, monkeypatch, script):
     monkeypatch.chdir(tmp_path)
     save_mp4(tmp_path / "private.mp4", np.zeros((3, 16, 16, 3), np.uint8), 8)
-    with pytest.raises(Problem, match=r"a video cannot be read: .*Invalid argument"):
+    with pytest.raises(HttpProblem, match=r"a video cannot be read: .*Invalid argument"):
         parsed(prompt=["x"], video=[base64.b64encode(script.encode()).decode()], rewards=["motion"])
 
 
@@ -441,6 +441,22 @@ def test_plain_json_that_is_wrong_is_one_sentence(http, fields, says):
     assert (status, says in content["message"]) == (422, True), content
 
 
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"[" + b"[]," * 500_001 + b"[]]", "more than 500000 values: send fewer items"),
+        (json.dumps({"prompt": ["x"] * 4097, "image": ["AAAA"] * 4097}).encode(), "4097 prompts; send 4096 at most"),
+        (b"[" * 5000, "the body is not JSON"),
+        (b'{"prompt": ["\\ud800"], "image": ["x"], "rewards": ["motion"]}', "half a surrogate pair ('\\ud800')"),
+    ],
+    ids=["values", "items", "depth", "surrogate"],
+)
+def test_json_that_becomes_more_than_it_is_or_cannot_be_sent_on_is_one_sentence(body, says):
+    with pytest.raises(HttpProblem) as problem:
+        parse_compute(memoryview(body), MemoryBudget(8 * MIB).reserve(0).grow)
+    assert says in str(problem.value)
+
+
 def test_a_picture_that_unpacks_to_more_than_fits_is_refused_by_its_header(http):
     bomb = io.BytesIO()
     Image.new("RGB", (4000, 4000)).save(bomb, "PNG")  # 48 MB of black in 50 KB
@@ -457,7 +473,7 @@ def test_pictures_that_are_unpacked_at_once_share_the_budget():
     picture = encoded(np.zeros((1000, 1000, 3), np.uint8))
     body = memoryview(json.dumps({"prompt": ["x"], "image": [picture], "rewards": ["motion"]}).encode())
     parse_compute(body, first.grow)
-    with pytest.raises(Problem) as problem:
+    with pytest.raises(HttpProblem) as problem:
         parse_compute(body, second.grow)
     assert problem.value.status == 429
     heir = first.transferred(10)

@@ -13,7 +13,7 @@ from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.worker import LeaseWorker
 from wfm_reward.web.budget import MemoryBudget
 from wfm_reward.web.jobs import Jobs
-from wfm_reward.web.problem import Problem
+from wfm_reward.web.problem import HttpProblem
 from wfm_reward.web.request import ScoreRequest
 
 DEADLINE_S = 30.0
@@ -91,7 +91,7 @@ def test_a_new_job_ends_those_that_nobody_has_pulled(tmp_path):
         second = jobs.start(request_of(1), budget.reserve(48), DEADLINE_S, None)
         assert list(jobs._jobs) == [second.id]
         jobs.forget(second)
-        with pytest.raises(Problem) as problem:
+        with pytest.raises(HttpProblem) as problem:
             jobs.find(second.id)
         assert problem.value.status == 404
         await until(lambda: second.finished_at_s is not None)

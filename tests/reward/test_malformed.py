@@ -8,7 +8,7 @@ import pytest
 import malformed
 from reward_http import TOKEN, Http, serving
 from wfm_reward.web.plain import parse_compute
-from wfm_reward.web.problem import Problem
+from wfm_reward.web.problem import HttpProblem
 
 REWARD = "jpeg_incompressibility"
 MIB = 2**20
@@ -45,11 +45,11 @@ def test_damaged_media_are_read_or_named(count):
 
 
 def answer_to(video, data):
-    """None if the file can be read, else the Problem; any other exception is raised."""
+    """None if the file can be read, else the HttpProblem; any other exception is raised."""
     body = {"prompt": ["x"], "rewards": [REWARD], "video" if video else "image": [base64.b64encode(data).decode()]}
     try:
         parse_compute(memoryview(json.dumps(body).encode()), bounded(8 * MIB))
-    except Problem as problem:
+    except HttpProblem as problem:
         return problem
     return None
 
@@ -60,6 +60,6 @@ def bounded(most):
     def take(num_bytes):
         left[0] -= num_bytes
         if left[0] < 0:
-            raise Problem(413, "too_large", "more than the test allows")
+            raise HttpProblem(413, "too_large", "more than the test allows")
 
     return take

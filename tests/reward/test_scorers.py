@@ -13,9 +13,10 @@ import zmq
 from faults.processes import until
 from wfm_ds.pipes import wire
 from wfm_ds.pipes.client import PipeClient, TaskRequest
+from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.messages import HUB_TO_WORKER
-from wfm_ds.pipes.sockets import Dealer, Full, private_folder
+from wfm_ds.pipes.sockets import Dealer, Full
 from wfm_reward import scorers
 
 KIND = "score:quiet"
@@ -66,8 +67,7 @@ def stalls():
 
 @pytest.fixture
 def hub(stack, stalls):
-    folder = private_folder()
-    stack.callback(folder.rmdir)
+    folder = stack.enter_context(SocketFolder())
     sockets = {"clients": f"ipc://{folder}/c", "workers": f"ipc://{folder}/w"}
     hub = Hub(**sockets, kinds={KIND: Kind(0.5, {})}, on_stall=stalls.put)
     hub.start()
@@ -81,7 +81,7 @@ def pool(stack, hub):
     selector = stack.enter_context(selectors.DefaultSelector())
     pool = scorers.Scorers(hub, {"quiet": program}, selector, all_were_ready=True)
     stack.callback(pool.stop)
-    pool.tend(time.monotonic())
+    pool.supervise(time.monotonic())
     return pool
 
 
@@ -98,8 +98,8 @@ def voice(stack, hub, pool, stalls):
     return voice
 
 
-def tended(pool):
-    pool.tend(time.monotonic())
+def supervised(pool):
+    pool.supervise(time.monotonic())
     return pool
 
 
@@ -109,11 +109,11 @@ def test_a_worker_whose_task_did_not_arrive_lives_on(pool, voice):
     assert voice.hear("task")["attempt"] == 2
     voice.say("result", id="t", attempt=2, seconds=0.1, meta={})
     assert voice.hear("ack") == {"ids": ["t"]}
-    until(lambda: tended(pool).next_start_s(0.0) == float("inf"))
+    until(lambda: supervised(pool).next_start_s(0.0) == float("inf"))
     assert pool.states() == before
 
 
 def test_a_worker_that_keeps_its_task_and_says_nothing_is_killed(pool, voice):
     pid = pool.states()[0].pid
     assert pid is not None
-    until(lambda: tended(pool).states()[0].pid != pid)
+    until(lambda: supervised(pool).states()[0].pid != pid)

@@ -10,6 +10,8 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import psutil
@@ -22,7 +24,7 @@ from wfm_ds.pipes.client import PipeClient
 from wfm_ds.pipes.hub import Hub
 from wfm_ds.pipes.worker import TaskInHand
 from wfm_reward import registry, scorers, serve
-from wfm_reward.base import Range
+from wfm_reward.base import Range, Reward
 from wfm_reward.config import RewardConfig, load_config
 from wfm_reward.worker import Scoring
 
@@ -148,6 +150,31 @@ def test_tasks_that_arrive_together_are_scored_in_batches_of_one_shape_and_speed
     assert [len(a["scores"]) for a in answers if isinstance(a, dict)] == [2, 1, 1, 1, 3]
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"id": None}, "row 1 does not have id of the right type"),
+        ({"prompt": 3, "metadata": []}, "row 1 does not have prompt and metadata of the right type"),
+        ({"fps": "fast"}, "row 1 does not have fps of the right type"),
+    ],
+)
+def test_a_task_whose_rows_are_wrong_fails_alone(change, says):
+    tasks = [task_in_hand(name, [(4, 4, 3)] * 2) for name in "abc"]
+    tasks[1].rows[1].update(change)
+    answers = Scoring(registry.create("probe_rewards:Brightness", "cpu", {}), "mine", 8).tasks(tasks, lambda *_: None)
+    assert (str(answers[1]), answers[1].fatal) == (says, True)
+    assert [len(answer["scores"]) for answer in (answers[0], answers[2])] == [2, 2]
+
+
+def test_a_row_needs_no_speed():
+    task = task_in_hand("a", [(4, 4, 3)])
+    del task.rows[0]["fps"]
+    (answer,) = Scoring(registry.create("probe_rewards:Brightness", "cpu", {}), "mine", 8).tasks(
+        [task], lambda *_: None
+    )
+    assert answer["scores"][0][0] == 0.2
+
+
 def test_a_worker_of_another_python_needs_no_install_of_ours(tmp_path):
     """It finds our packages by PYTHONPATH alone: the other Python is this one behind a name of its own."""
     link = tmp_path / "bin" / "python"
@@ -187,10 +214,10 @@ def test_an_unknown_reward_names_the_nearest_and_all():
     ("name", "says"),
     [
         ("no_such_package:X", "cannot import 'no_such_package'"),
-        (":X", "cannot import ''"),
+        (":X", "expected package.module:Class"),
         ("probe_rewards:Missing", "has no class 'Missing'"),
         ("probe_rewards:json", "has no class 'json'"),
-        ("wfm_reward.base:Reward", "has no class 'Reward'"),
+        ("wfm_reward.base:Reward", "the class lacks score"),
     ],
 )
 def test_a_class_path_that_is_none_is_named(name, says):
@@ -201,8 +228,64 @@ def test_a_class_path_that_is_none_is_named(name, says):
 def test_unknown_and_missing_options_are_named():
     with pytest.raises(RewardError, match="reward brightness has no option secnds; its options are journal, seconds"):
         registry.create("probe_rewards:Brightness", "cpu", {"secnds": 1})
-    with pytest.raises(RewardError, match="missing a required argument: 'model'"):
+    with pytest.raises(RewardError, match="reward probe_rewards:Demanding needs the option model"):
         registry.create("probe_rewards:Demanding", "cpu", {})
+
+
+class Sharpness(Reward):
+    """A class as a user may write it at first: its options are the parameters of `__init__`, and nothing else."""
+
+    name, media, primary = "sharpness", frozenset({"image"}), "sharpness"
+    outputs: ClassVar = {"sharpness": Range(0.0, 1.0)}
+    max_batch = 4
+
+    def __init__(self, *, radius: int = 2) -> None:
+        self.radius = radius
+
+    def score(self, batch):
+        return [item.scored(item.frames.mean() / 255 / self.radius) for item in batch]
+
+
+@pytest.fixture
+def sharpness(monkeypatch):
+    monkeypatch.setitem(sys.modules, "users_rewards", SimpleNamespace(Sharpness=Sharpness))
+    return "users_rewards:Sharpness"
+
+
+def test_options_are_the_keyword_parameters_of_the_constructor(sharpness):
+    assert registry.create(sharpness, "cuda:0", {}).radius == 2
+    made = registry.create(sharpness, "cuda:0", {"radius": 3, "frames": "uniform:2"})
+    assert (made.radius, made.device, made.frames.text) == (3, "cuda:0", "uniform:2")
+    rows = [{"id": "s", "prompt": "", "metadata": {}, "fps": 8.0}]
+    (some,) = Scoring(made, "mine", 4).items(rows, [np.full((6, 4, 4, 3), 153, np.uint8)])
+    assert some[0].value == pytest.approx(0.2)
+    for option in ("size", "device"):
+        with pytest.raises(RewardError, match=f"sharpness has no option {option}; its options are frames, radius"):
+            registry.create(sharpness, "cpu", {option: 1})
+    with pytest.raises(RewardError, match="reward sharpness: frames is 'all'"):
+        registry.create(sharpness, "cpu", {"frames": "all"})
+
+
+def test_a_batch_is_as_large_as_its_reward_allows(sharpness, tmp_path, capsys):
+    registry.check(sharpness, "cpu", {}, 4)
+    with pytest.raises(RewardError, match="takes 4 items at once: max_batch is 5"):
+        registry.check(sharpness, "cpu", {}, 5)
+    config = write_config(tmp_path, {"rewards": {sharpness: {"max_batch": 5}}})
+    assert serve.main([str(config), "--check"]) == 2
+    assert "error: reward users_rewards:Sharpness takes 4 items at once" in capsys.readouterr().err
+
+
+def test_the_reward_of_the_docs_is_one(tmp_path, root, monkeypatch):
+    (text,) = re.findall(
+        r"```python\n(from wfm_reward.base.*?)```", (root / "docs" / "rewards.md").read_text(), re.DOTALL
+    )
+    (tmp_path / "my_rewards.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    reward = registry.create("my_rewards:Brightness", "cpu", {"target": 0.5})
+    reward.load()
+    rows = [{"id": "s", "prompt": "", "metadata": {}, "fps": None}]
+    (some,) = Scoring(reward, "mine", 4).items(rows, [np.full((4, 4, 3), 255, np.uint8)])
+    assert (some[0].value, some[0].failure) == (0.5, None)
 
 
 def test_nothing_heavy_is_imported():
@@ -282,6 +365,14 @@ def test_a_reward_that_cannot_load_ends_the_service_with_its_words(tmp_path, rew
     assert not (tmp_path / "pipes.json").exists()
 
 
+def test_a_python_that_is_not_there_ends_the_service_with_one_sentence(tmp_path):
+    config = write_config(tmp_path, {"rewards": {"color": {"python": "/nowhere/python"}}})
+    with a_service(config) as service:
+        out, err = service.communicate(timeout=TIMEOUT_S)
+    assert (service.returncode, out) == (2, "")
+    assert "error: reward color cannot start: [Errno 2]" in err.splitlines()[-1]
+
+
 def test_the_words_of_a_worker_that_has_ended_meanwhile_are_read(tmp_path):
     """The supervisor was held up: the worker is dead before its status is looked at."""
     name = "probe_rewards:CannotLoad"
@@ -290,11 +381,11 @@ def test_the_words_of_a_worker_that_has_ended_meanwhile_are_read(tmp_path):
     with selectors.DefaultSelector() as selector:
         pool = scorers.Scorers(hub, {name: scorers.scorer(name, RewardConfig())}, selector)
         try:
-            pool.tend(0.0)
+            pool.supervise(0.0)
             (state,) = pool.states()
             os.waitid(os.P_PID, state.pid, os.WEXITED | os.WNOWAIT)
             with pytest.raises(RewardError, match="cannot start: the package rapidfoo is missing"):
-                pool.tend(1.0)
+                pool.supervise(1.0)
         finally:
             pool.stop()
             hub.stop(0.0)

@@ -1,6 +1,5 @@
 """When a rollout worker's lanes end. What they make is tested in tests/multi_rank/test_async.py."""
 
-import shutil
 import threading
 import time
 from contextlib import ExitStack
@@ -9,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from wfm_ds.pipes.client import PipeClient
+from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.hub import Hub, Kind
-from wfm_ds.pipes.sockets import private_folder
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.rollout import KIND
 from wfm_ds.rollout.worker import LOOK_S, Lanes, parser
@@ -34,8 +33,7 @@ def a_hub(stack, folder, name, kinds):
 
 @pytest.mark.parametrize(("model", "stays"), [("sd3", True), ("wan", False)])
 def test_a_worker_goes_on_for_the_trainer_that_it_was_started_for_and_for_no_other(stack, model, stays):
-    folder = private_folder()
-    stack.callback(shutil.rmtree, folder)
+    folder = stack.enter_context(SocketFolder())
     recipe = recipe_file.load(TINY / "sd3_nft_async.yaml")
     scores = {f"score:{f.name}": Kind(60.0, {"max_batch": 8}) for f in recipe.reward.functions}
     rewards = a_hub(stack, folder, "rewards", scores).client_endpoint

@@ -25,7 +25,7 @@ def a_trajectory(plan, count=3):
 
 
 def sent(arrays):
-    """What the other side reads."""
+    """The trajectory as the other side reads it."""
     specs, frames = wire.pack_tensors(arrays)
     return {spec.name: torch.from_numpy(wire._joined(spec, part)) for spec, part in zip(specs, frames, strict=True)}
 
@@ -107,7 +107,7 @@ def test_work_arrives_as_it_was_sent():
     work = ChunkWork(4, members())
     found = ChunkWork.of_json(json.loads(json.dumps(work.to_json())))
     assert found.step == 4
-    assert list(found.members) == list(work.members)
+    assert list(found.samples) == list(work.samples)
     with pytest.raises(KeyError):
         ChunkWork.of_json({"step": 1})
 

@@ -1,4 +1,4 @@
-"""What is sent to the rewards and what comes back, with the real service."""
+"""Media to the rewards and scores back, with the real service."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What the trainer tells and asks of the workers that it starts. The processes themselves are in tests/faults."""
+"""The trainer and the workers that it starts: commands, environment, restarts. Real processes: tests/faults."""
 
 import sys
 import threading
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from wfm_ds.errors import RecipeError, UserError
+from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.keys import KeyFileError, new
-from wfm_ds.pipes.sockets import private_folder
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.rollout import service
@@ -60,11 +60,11 @@ def started(monkeypatch, tmp_path):
     sockets = []
 
     def folder():
-        sockets.append(private_folder())
+        sockets.append(SocketFolder())
         return sockets[-1]
 
     def start(*commands):
-        monkeypatch.setattr(service, "private_folder", folder)
+        monkeypatch.setattr(service, "SocketFolder", folder)
         programs = {f"spawned-{i}.1": command for i, command in enumerate(commands)}
         monkeypatch.setattr(RolloutService, "command", lambda self, life, device: programs[life])
         recipe = changed(run={"output_dir": str(tmp_path)}, rollout={"spawn": len(commands), "devices": ["cpu"]})
@@ -73,7 +73,7 @@ def started(monkeypatch, tmp_path):
     before = set(threading.enumerate())
     yield start
     assert sockets
-    assert not sockets[0].exists()
+    assert not sockets[0].path.exists()
     assert {t.name for t in set(threading.enumerate()) - before if not t.name.startswith("spawned-")} == set()
 
 

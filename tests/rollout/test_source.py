@@ -1,4 +1,4 @@
-"""What rank 0 asks of the workers. Whole runs are in tests/multi_rank/test_async.py."""
+"""Rank 0 and its tasks for the workers. Whole runs are in tests/multi_rank/test_async.py."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 
 from faults.processes import until
 from wfm_ds.pipes.client import PipeClient
+from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.hub import Hub, Kind
-from wfm_ds.pipes.sockets import private_folder
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.rollout import KIND
@@ -33,9 +33,7 @@ class Prompts:
 
 @pytest.fixture
 def hub():
-    with ExitStack() as stack:
-        folder = private_folder()
-        stack.callback(folder.rmdir)
+    with SocketFolder() as folder, ExitStack() as stack:
         hub = Hub(clients=f"ipc://{folder}/c", workers=f"ipc://{folder}/w", kinds={KIND: Kind(60.0, {})})
         hub.start()
         stack.callback(hub.stop, 0.0)

@@ -10,8 +10,8 @@ from wfm_ds.checkpoint.export import export
 from wfm_ds.checkpoint.target import ExportTarget
 from wfm_ds.models import registry
 from wfm_ds.pipes.client import PipeClient
+from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.hub import Hub, Kind
-from wfm_ds.pipes.sockets import private_folder
 from wfm_ds.pipes.worker import TaskFailed
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.rollout.publisher import Manifest, described, publications
@@ -66,9 +66,7 @@ def output(model):
 @pytest.fixture
 def offered():
     """offered(manifest): a client of a hub that offers its files."""
-    folder = private_folder()
-    with contextlib.ExitStack() as stack:
-        stack.callback(folder.rmdir)
+    with SocketFolder() as folder, contextlib.ExitStack() as stack:
         hub = Hub(clients=f"ipc://{folder}/c", workers=f"ipc://{folder}/w", kinds={"denoise": Kind(9.0, {})})
         hub.start()
         stack.callback(lambda: hub.stop(0.0))

@@ -10,7 +10,7 @@ import s3
 from wfm_ds.checkpoint import remote, store
 from wfm_ds.errors import StorageError
 from wfm_ds.run import mirror
-from wfm_ds.run.mirror import LEDGER, Mirror
+from wfm_ds.run.mirror import NOTES, Mirror
 from wfm_ds.storage import transfer
 
 STALL_S = 60.0  # generous: the tests never wait for it
@@ -62,7 +62,7 @@ def test_everything_of_the_run_and_nothing_else_arrives(s3_proxy, folder, addres
     assert missing == []
     names = {
         *("recipe.yaml", "metrics.jsonl", "logs/rank_0.log", "samples/step_0/0000.png"),
-        *("checkpoints/step_1/state", "checkpoints/step_1/COMPLETE"),
+        *("checkpoints/step_1/state", "checkpoints/step_1/COMPLETE", ".wfm_run.json"),
     }
     assert transfer.listing(address).keys() == names
     write(folder, "result.json", "{}")
@@ -96,7 +96,7 @@ def test_only_what_is_new_or_has_changed_is_sent_again(s3_server, s3_proxy, fold
     changed = {name for name in transfer.listing(address) if tag(s3_server, address, name) != tags[name]}
     assert changed == {"metrics.jsonl", "recipe.yaml"}  # the latter by somebody else, as large as it was
     assert transfer.read_text(f"{address}/logs/rank_0.log") == "began\n"
-    (folder / LEDGER).write_text("torn")
+    (folder / NOTES).write_text("torn")
     copied(folder, address)
     assert {name: tag(s3_server, address, name) for name in tags if name != "metrics.jsonl"} == {
         name: known for name, known in tags.items() if name != "metrics.jsonl"
@@ -270,7 +270,41 @@ def test_clearing_removes_the_run_and_nothing_else(s3_proxy, folder, address):
     copied(folder, address)
     transfer.put(b"somebody's", f"{address}/notes.txt")
     Mirror(folder, address, keep=2).clear()
-    assert transfer.listing(address).keys() == {"notes.txt"}
+    assert transfer.listing(address).keys() == {".wfm_run.json", "notes.txt"}
+
+
+def test_clearing_without_a_record_removes_nothing(s3_proxy, folder, address):
+    copied(folder, address)
+    transfer.remove([f"{address}/.wfm_run.json"])
+    before = transfer.listing(address)
+    Mirror(folder, address, keep=2).clear()
+    assert transfer.listing(address) == before
+
+
+def test_the_metrics_of_attempts_without_a_checkpoint_are_fetched_and_kept(s3_proxy, folder, address, tmp_path):
+    write(folder, "earlier/1/metrics.jsonl", "first")
+    copied(folder, address)
+    again = tmp_path / "again"
+    Mirror(again, address, keep=2).fetch_metrics()
+    files = {path.relative_to(again).as_posix(): path.read_text() for path in again.rglob("*") if path.is_file()}
+    assert files == {"earlier/1/metrics.jsonl": "first", "metrics.jsonl": '{"step": 1}\n'}
+
+
+def test_a_part_that_is_taken_again_and_again_is_no_progress():
+    progress = mirror.Progress()
+    began = progress.at = progress.at - 100
+    progress.begin("a")(10)
+    assert progress.at > began
+    at = progress.at = began
+    moved = progress.begin("a")
+    moved(4)
+    moved(6)
+    assert progress.at == at
+    moved(1)
+    assert progress.at > at
+    at = progress.at = began
+    progress.begin("b")(0)  # an empty file
+    assert progress.at > at
 
 
 def test_a_storage_that_is_ahead_of_the_folder_is_not_touched(s3_proxy, folder, address, tmp_path):

@@ -50,7 +50,7 @@ def test_all_ranks_get_equally_many_terms_of_each_expert_and_lose_none_that_coun
             assert [t for t in terms if t.weight and two_experts(t.sigma) == expert] == live
         assert {t.row for t in terms} <= {t.row for t in before}
     needed = max(sum(t.weight > 0 for t in rank) for rank in ranks)
-    assert len(after[0]) <= max(1, 2 * needed)
+    assert len(after[0]) <= 2 * needed
 
 
 @given(st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=6, max_size=6), min_size=1, max_size=3))
@@ -59,7 +59,7 @@ def test_with_one_expert_the_longest_rank_decides(weights):
     ranks = ranks_of([[(LOW, w) for w in rank] for rank in weights])
     most = int(max(sum(rank) for rank in weights))
     for before, after in zip(ranks, levelled(ranks, one_expert, 1), strict=True):
-        assert len(after) == max(1, most)
+        assert len(after) == most
         if all(t.weight for t in before):
             assert after == before
 

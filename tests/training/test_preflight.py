@@ -103,6 +103,12 @@ def test_lora_parameters_of_the_report_are_those_that_peft_adds(sft):
         (["reward.functions=[{name: color, options: {shade: 1}}]"], RewardError, "no option shade"),
         (["reward.functions=[{name: motion}]"], RecipeError, "reward motion scores videos, but the model makes images"),
         (["reward.functions=[{name: color, options: {frames: all}}]"], RewardError, "reward color: frames is 'all'"),
+        (
+            ["reward.functions=[{name: color/}]"],
+            RewardError,
+            "reward color/ lacks its label: write color, or color/LABEL",
+        ),
+        (["reward.functions=[{name: ocr, options: {threads: many}}]"], RewardError, "reward ocr: threads is 'many'"),
         (["reward.functions=[{name: digits}]"], RecipeError, "needs the metadata key 'label', which 12 of 12"),
         (["rollout.group_size=3"], RecipeError, r"= 2 \* 3 = 6 samples are not divisible by 4 ranks"),
         (["validation.prompts=/nowhere.txt"], DataError, "/nowhere.txt"),
@@ -115,6 +121,13 @@ def test_what_cannot_work_is_refused_in_one_sentence(rl, tmp_path, overrides, er
         preflight(rl(*overrides), world_size=4)
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_batch_larger_than_its_reward_takes_is_refused_before_anything_starts(rl, root, monkeypatch):
+    monkeypatch.syspath_prepend(root / "tests" / "reward")
+    preflight(rl("reward.functions=[{name: probe_rewards:Few, max_batch: 4}]"), world_size=1)
+    with pytest.raises(RewardError, match="reward probe_rewards:Few takes 4 items at once: max_batch is 5"):
+        preflight(rl("reward.functions=[{name: probe_rewards:Few, max_batch: 5}]"), world_size=1)
 
 
 def test_model_of_another_family_is_refused_with_the_supported_ones(rl, tiny_pipelines, tmp_path):
@@ -151,7 +164,7 @@ def test_report_looks_into_the_first_files(sft, images):
     for i in range(4):
         (images / f"{i:02d}.png").write_bytes(b"")
     preflight(sft(), world_size=1)  # a start looks at names only
-    with pytest.raises(DataError, match=r"4 of the first 36 .* allows 5% of 40: .*00\.png: cannot be decoded"):
+    with pytest.raises(DataError, match=r"4 of the 36 samples .* the 2 that .* allows of all 40; .*00\.png: cannot"):
         report(sft(), world_size=1)
     assert "all checks passed" in report(sft("data.max_bad_fraction=0.2"), world_size=1)
 
@@ -164,10 +177,10 @@ def test_few_broken_media_are_judged_by_the_size_of_their_data_set(sft, images, 
     one = Buckets(Framing(height=16, width=16), [(16, 16)])
     assert readable(held_out, sft(), one, 3, whole=40) == held_out[1:]
     assert "left out" in caplog.text
-    with pytest.raises(DataError, match=r"1 of the first 4 media are bad, .* 5% of 4: "):
+    with pytest.raises(DataError, match=r"1 of the 4 samples that were tried cannot .* the 0 that .* of all 4; "):
         readable(held_out, sft(), one, 3, whole=4)
-    with pytest.raises(DataError, match=r"1 of the first 1 media are bad"):
-        readable(held_out[:1], sft(), one, 3, whole=40)
+    with pytest.raises(DataError, match=r"none of the 1 samples held out can be used; repair .*00\.png: "):
+        readable(held_out[:1], sft("data.max_bad_fraction=0.5"), one, 3, whole=40, what="samples held out")
 
 
 @pytest.mark.parametrize("buckets", ["[[16, 16], [16, 18]]", "auto"])

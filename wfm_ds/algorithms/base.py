@@ -38,27 +38,24 @@ class StepSamples(Protocol):
 class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     """One algorithm for one recipe, on the rollout's grid. What it decides on the host is the same on every rank."""
 
-    area: ClassVar[str]  # of metric tags that are its own
+    Settings: ClassVar[type[RlSettings]]
+    """The recipe's section `algorithm`."""
+    area: ClassVar[str]
+    """What the tags of its own metrics begin with."""
     settings: RlSettings
     rollout_policy = "train"
     """That denoises: the trained weights, or a copy."""
     references: tuple[str, ...] = ()
     """Policies whose predictions the loss gets beside the trained one's, in the order of their forwards. One is missing
     where its weights equal the trained ones: the loss detaches its own prediction."""
-    num_conditional_frames = (0, 0)
-    """The smallest and the largest number of latent frames of the data that a group of rollouts is given."""
     recalls_old = False
     """`old` is no copy of the weights but the trained ones at the start of the RL step, asked before its first
     update."""
 
-    @abstractmethod
     def __init__(self, recipe: Recipe, sigmas: Tensor) -> None:
         """sigmas: the rollout grid [N+1] float64, descending to 0. Raises RecipeError for what cannot work on it."""
-
-    @classmethod
-    @abstractmethod
-    def policies(cls, recipe: Recipe) -> frozenset[str]:
-        """Copies of the weights that the engine must keep."""
+        self.settings = recipe.rl.algorithm
+        self.run_seed, self.sampling, self.grid = recipe.run.seed, recipe.sampling, sigmas
 
     @abstractmethod
     def plan(self, step: int) -> Plan:

@@ -87,29 +87,19 @@ class DdrlBatch(TermBatch):
 
 
 class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
+    Settings = DdrlAlgorithm
     area = "ddrl"
+    settings: DdrlAlgorithm
 
     def __init__(self, recipe: Recipe, sigmas: Tensor) -> None:
         """The grid of the family counts for nothing: EDM solvers have their own."""
-        assert isinstance(recipe.algorithm, DdrlAlgorithm)
-        assert recipe.rollout is not None
-        self.settings: DdrlAlgorithm = recipe.algorithm
-        self.run_seed, self.sampling = recipe.run.seed, recipe.sampling
-        s = self.settings
-        self.on_policy = recipe.rollout.policy != "reference"
-        self.reference = reference_name(s)
+        super().__init__(recipe, sigmas)
+        self.on_policy = recipe.rl.rollout.policy != "reference"
+        self.reference = self.settings.reference
         self.rollout_policy = "train" if self.on_policy else self.reference
-        self.references = tuple(self.policies(recipe))
-        self.num_conditional_frames = (s.min_num_conditional_frames, s.max_num_conditional_frames)
+        self.references = tuple(self.settings.policies(recipe.rl.rollout))
         self.edm = self._plan(())
         self._require_noise()
-
-    @classmethod
-    def policies(cls, recipe: Recipe) -> frozenset[str]:
-        assert isinstance(recipe.algorithm, DdrlAlgorithm)
-        assert recipe.rollout is not None
-        needed = recipe.algorithm.kl_beta > 0 or recipe.rollout.policy == "reference"
-        return frozenset({reference_name(recipe.algorithm)} if needed else ())
 
     def _plan(self, stored: Sequence[int]) -> EdmPlan:
         sampling = self.sampling
@@ -207,7 +197,7 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
         )
 
     def _conditional_frames(self, samples: Sequence[Rollout], device: torch.device) -> ConditionalFrames | None:
-        if self.num_conditional_frames[1] == 0:
+        if self.settings.max_num_conditional_frames == 0:
             return None
         latents = torch.stack([sample.data for sample in samples if sample.data is not None])
         return ConditionalFrames(
@@ -292,8 +282,3 @@ def noised_data(terms: Sequence[DdrlTerm], samples: Sequence[Rollout], like: Ten
         latents=noisy_latents(clean, noise, sigma),
         sigma=sigma,
     )
-
-
-def reference_name(settings: DdrlAlgorithm) -> str:
-    """The engine's name of the reference policy: one that moves is a copy like `old`, `ref` is frozen."""
-    return "old" if settings.update_ref_every else "ref"

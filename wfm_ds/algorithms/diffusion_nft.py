@@ -131,22 +131,15 @@ class NftBatch(TermBatch):
 
 
 class DiffusionNft(RlAlgorithm[NftTerm, NftBatch]):
+    Settings = NftAlgorithm
     area = "nft"
     rollout_policy = "old"
     settings: NftAlgorithm
 
     def __init__(self, recipe: Recipe, sigmas: Tensor) -> None:
-        assert isinstance(recipe.algorithm, NftAlgorithm)
-        self.settings: NftAlgorithm = recipe.algorithm
-        self.run_seed, self.sampling = recipe.run.seed, recipe.sampling
-        self.grid = sigmas
+        super().__init__(recipe, sigmas)
         self.sigmas = [float(s) for s in sigmas[:-1]]
         self.references = ("old", "ref") if self.settings.kl_beta > 0 else ("old",)
-
-    @classmethod
-    def policies(cls, recipe: Recipe) -> frozenset[str]:
-        assert isinstance(recipe.algorithm, NftAlgorithm)
-        return frozenset({"old", "ref"} if recipe.algorithm.kl_beta > 0 else {"old"})
 
     def plan(self, step: int) -> Plan:
         return rollout_plan(self.sampling, self.grid, run_seed=self.run_seed, step=step)

@@ -109,17 +109,16 @@ class TransitionBatch(TermBatch):
 
 
 class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
+    Settings = FlowGrpoAlgorithm
     area = "policy"
+    settings: FlowGrpoAlgorithm
 
     def __init__(self, recipe: Recipe, sigmas: Tensor) -> None:
-        assert isinstance(recipe.algorithm, FlowGrpoAlgorithm)
-        self.settings: FlowGrpoAlgorithm = recipe.algorithm
-        self.run_seed, self.sampling = recipe.run.seed, recipe.sampling
+        super().__init__(recipe, sigmas)
         s = self.settings
-        self.grid = sigmas
         # Samples of older weights: ratios are either to the weights that sampled (`rollout`), or to those at the start
         # of the RL step, and then the credit is corrected for what lies between the two.
-        self.stale = recipe.is_async and recipe.rollout is not None and recipe.rollout.max_staleness > 0
+        self.stale = recipe.is_async and recipe.rl.rollout.max_staleness > 0
         self.corrects = self.stale and s.old_log_prob != "rollout"
         self.recalls_old = s.old_log_prob == "recompute" or self.corrects
         self.references = (*(["old"] if self.recalls_old else []), *(["ref"] if s.kl_beta > 0 else []))
@@ -133,11 +132,6 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         everywhere = self._plan(self.sampling.model_copy(update={"window": None}), step=1)
         self.table, self.steps = everywhere.table, everywhere.steps
         self._require_noise()
-
-    @classmethod
-    def policies(cls, recipe: Recipe) -> frozenset[str]:
-        assert isinstance(recipe.algorithm, FlowGrpoAlgorithm)
-        return frozenset({"ref"} if recipe.algorithm.kl_beta > 0 else ())
 
     def _require_noise(self) -> None:
         least, sampling = self.settings.min_step_std, self.sampling

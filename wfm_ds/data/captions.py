@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from wfm_ds.data.paired import walk
-from wfm_ds.data.samples import MEDIA_SUFFIXES
+from wfm_ds.data.samples import MEDIA_SUFFIXES, is_encodable
 from wfm_ds.errors import DataError
 from wfm_ds.program import program
 from wfm_ds.storage import atomic
+from wfm_ds.storage.regular import open_regular
 
 NUM_SHOWN = 10
 
@@ -46,6 +48,8 @@ def read_table(table: Path) -> dict[str, Caption]:
         file, prompt = row.pop("file", None), row.get("prompt")
         if not isinstance(file, str) or not file or not isinstance(prompt, str) or not prompt.strip():
             raise DataError(f"{table}: line {number} has no `file` or no `prompt`")
+        if not is_encodable(row):
+            raise DataError(f"{table}: line {number} has text that UTF-8 cannot encode")
         if file in captions:
             raise DataError(f"{table}: line {number} names {file} again")
         captions[file] = row
@@ -55,7 +59,7 @@ def read_table(table: Path) -> dict[str, Caption]:
 def table_rows(table: Path) -> list[tuple[int, dict[str, Any]]]:
     """Rows with the numbers of the lines on which they end."""
     try:
-        with table.open(encoding="utf-8-sig", newline="") as file:
+        with io.TextIOWrapper(open_regular(table), encoding="utf-8-sig", newline="") as file:
             if table.suffix.lower() == ".jsonl":
                 return [(n, json_row(table, n, line)) for n, line in enumerate(file, start=1) if line.strip()]
             if table.suffix.lower() == ".csv":
@@ -127,8 +131,8 @@ def run(args: argparse.Namespace) -> None:
     if args.table is not None:
         captions: Mapping[str, Caption] = read_table(args.table)
     else:
-        if not args.prompt.strip():
-            raise DataError("--prompt is blank")
+        if not args.prompt.strip() or not is_encodable(args.prompt):
+            raise DataError("--prompt is blank, or text that UTF-8 cannot encode")
         names = [path.relative_to(args.folder).as_posix() for path in media_files(args.folder)]
         captions = {name: {"prompt": args.prompt.strip()} for name in names}
     count = write_captions(planned(args.folder, captions), overwrite=args.overwrite)

@@ -8,6 +8,7 @@ from wfm_ds.data.paired import file_id, walk
 from wfm_ds.data.samples import IMAGE_SUFFIXES, VIDEO_SUFFIXES, LocalFile, Sample, SampleSet
 from wfm_ds.distributed.liveness import MOVES
 from wfm_ds.errors import DataError
+from wfm_ds.storage.regular import read_regular
 from wfm_ds.types import Prompt
 
 MEDIA_FOLDERS = {"videos": VIDEO_SUFFIXES, "images": IMAGE_SUFFIXES}
@@ -56,7 +57,8 @@ def find_embeddings(folder: Path, *, allow_pickle: bool) -> dict[str, Path]:
     for suffix in suffixes:
         for name in EMBEDDING_FOLDERS:
             for sample_id, paths in files_by_id(folder / name, frozenset({suffix})).items():
-                found.setdefault(sample_id, paths[0])
+                if paths[0].is_file():  # not a pipe, in which a read would wait for ever
+                    found.setdefault(sample_id, paths[0])
     return found
 
 
@@ -73,6 +75,6 @@ def files_by_id(folder: Path, suffixes: frozenset[str]) -> dict[str, list[Path]]
 def read_text(path: Path) -> str | None:
     """A caption file's text, stripped; None if it is empty, unreadable or no UTF-8."""
     try:
-        return path.read_text(encoding="utf-8-sig").strip() or None
+        return read_regular(path).decode("utf-8-sig").strip() or None
     except (OSError, UnicodeDecodeError):
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -11,19 +12,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from wfm_ds.data.buckets import Buckets, automatic_sizes
+from wfm_ds.data.caption_cache import user_cache
 from wfm_ds.data.cosmos import CosmosFolder
 from wfm_ds.data.media import load_media
 from wfm_ds.data.order import BatchSource
 from wfm_ds.data.paired import PairedFolder
 from wfm_ds.data.pixels import BadMedia, Framing, centre
 from wfm_ds.data.prompts import load_prompt_file, load_prompts
-from wfm_ds.data.samples import REASONS, Media, Sample, SampleSet
+from wfm_ds.data.samples import NUM_SHOWN, REASONS, Media, Sample, SampleSet
 from wfm_ds.data.webdataset import TarShards
 from wfm_ds.distributed.liveness import MOVES
 from wfm_ds.errors import DataError, RecipeError
 from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.types import Prompt
+from wfm_ds.user_class import import_class
 
 if TYPE_CHECKING:
     from wfm_ds.distributed.world import World
@@ -102,12 +105,33 @@ def scanned(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
 
 
 def sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
+    if data.is_own_kind:
+        return own_sample_set(data, paths)
     if data.kind == "webdataset":
         return TarShards(paths, cache_dir=data.cache_dir, max_bad_fraction=data.max_bad_fraction)
     (folder,) = map(Path, paths)
     if data.kind == "cosmos":
         return CosmosFolder(folder, allow_pickle=data.allow_pickle, max_bad_fraction=data.max_bad_fraction)
-    return PairedFolder(folder, max_bad_fraction=data.max_bad_fraction)
+    return PairedFolder(folder, max_bad_fraction=data.max_bad_fraction, cache_dir=data.cache_dir or user_cache())
+
+
+def own_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
+    """What the user's class finds. Raises DataError where it is none, or takes other options than the recipe's."""
+    key = "data.kind"
+    make: Callable[..., SampleSet] = import_class(data.kind, SampleSet, key=key, error=DataError)
+    arguments: dict[str, Any] = {"max_bad_fraction": data.max_bad_fraction, **data.options}
+    try:
+        inspect.signature(make).bind(list(paths), **arguments)
+    except TypeError as error:
+        raise DataError(f"{key} {data.kind}: data.options do not fit its constructor: {error}") from error
+    try:
+        found: SampleSet = make(list(paths), **arguments)
+    except OSError as error:
+        raise DataError(f"{key} {data.kind}: {', '.join(paths)} cannot be read: {error}") from error
+    found.samples.sort(key=lambda sample: sample.id)
+    if unknown := sorted(found.bad.keys() - REASONS.keys()):
+        raise DataError(f"{key} {data.kind}: it rejects for {', '.join(unknown)}; reasons are {', '.join(REASONS)}")
+    return found
 
 
 def buckets_of(recipe: Recipe, model: SizedModel) -> Buckets:
@@ -157,11 +181,14 @@ def dealt(samples: Sequence[Sample], buckets: Buckets, world: World, workers: in
     return found
 
 
-def readable(samples: Sequence[Sample], recipe: Recipe, buckets: Buckets, count: int, *, whole: int) -> list[Sample]:
-    """The first `count` whose media can be decoded, which each of them was. Broken ones are left out and logged.
+def readable(
+    samples: Sequence[Sample], recipe: Recipe, buckets: Buckets, count: int, *, whole: int, what: str = "samples"
+) -> list[Sample]:
+    """Return the first `count` samples whose media can be decoded, which is tried. Broken ones are left out and logged.
 
-    DataError if none can be, or if they are more than data.max_bad_fraction of `whole`, the data set that the samples
-    are from: a few of them say little about it.
+    DataError if none of the samples can be decoded, or if the broken ones are more than data.max_bad_fraction of
+    `whole`, the number of samples of the data set that these are from: a few of them say little about it. `what` is
+    what a message calls them.
     """
     usable, broken = list[Sample](), list[BadMedia]()
     for sample in samples:
@@ -174,10 +201,14 @@ def readable(samples: Sequence[Sample], recipe: Recipe, buckets: Buckets, count:
             broken.append(error)
         else:
             usable.append(sample)
-    if broken and (not usable or len(broken) > recipe.data.max_bad_fraction * whole):
+    names, allowed = "; ".join(map(str, broken[:NUM_SHOWN])), recipe.data.max_bad_fraction
+    if broken and not usable:
+        raise DataError(f"none of the {len(broken)} {what} can be used; repair at least one: {names}")
+    if len(broken) > allowed * whole:
         raise DataError(
-            f"{len(broken)} of the first {len(usable) + len(broken)} media are bad, data.max_bad_fraction allows "
-            f"{recipe.data.max_bad_fraction:.0%} of {whole}: {'; '.join(map(str, broken[:10]))}"
+            f"{len(broken)} of the {len(usable) + len(broken)} {what} that were tried cannot be used, more than the "
+            f"{int(allowed * whole)} that data.max_bad_fraction {allowed:g} allows of all {whole}; repair the first: "
+            f"{names}"
         )
     for bad in broken:
         log.warning("left out: %s", bad)

@@ -22,6 +22,7 @@ from wfm_ds.data.cosmos import EMBEDDING_FOLDERS, PICKLE_SUFFIXES, SAFE_SUFFIX, 
 from wfm_ds.errors import DataError
 from wfm_ds.program import program, say_error
 from wfm_ds.storage import atomic
+from wfm_ds.storage.regular import read_regular
 
 KEY = "prompt_embeds"  # of the tensor in a safetensors file
 # What numpy's own pickles name, before version 2 and since, protocols 3 to 5.
@@ -70,7 +71,7 @@ class ArrayUnpickler(Unpickler):
 def read_pickle(path: Path) -> npt.NDArray[np.floating[Any]]:
     """The embedding [n, D] in a pickle that holds an array of floats, or a list of one. DataError for anything else."""
     try:
-        content = ArrayUnpickler(io.BytesIO(path.read_bytes())).load()
+        content = ArrayUnpickler(io.BytesIO(read_regular(path))).load()
     except PICKLE_ERRORS as error:
         raise DataError(f"{path} holds no plain arrays, so it is not opened: {error}") from error
     if isinstance(content, list | tuple) and len(content) == 1:

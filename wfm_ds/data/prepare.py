@@ -71,11 +71,12 @@ def run(recipe: Recipe) -> int:
 def prepare(recipe: Recipe, world: World) -> str:
     """Fill the caches, every rank its share; what to tell the user. Raises UserError on all ranks alike."""
     from wfm_ds.data.datasets import load_data
+    from wfm_ds.data.shared import read_on_main
     from wfm_ds.run.model import load_model
     from wfm_ds.training.build import freeze_base
     from wfm_ds.training.caches import Filler
 
-    data = world.checked(lambda: load_data(recipe))
+    data = read_on_main(world, lambda: load_data(recipe))
     model = world.checked(lambda: load_model(recipe, world.device))
     freeze_base(model, recipe)
     filler = world.checked(lambda: Filler(recipe, model, data, world.rank, world.size))

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from wfm_ds.data.order import sample_index
+from wfm_ds.data.samples import is_encodable, printable
 from wfm_ds.errors import DataError
+from wfm_ds.storage.regular import read_regular
 from wfm_ds.types import Prompt
 
 QUOTED = re.compile(r'"([^"]*)"')
@@ -63,7 +65,7 @@ def load_prompt_file(path: Path) -> list[Prompt]:
     """
     if path.suffix not in PARSERS:
         raise DataError(f"{path} is neither a .txt (a prompt a line) nor a .jsonl (objects with `prompt`) file")
-    return read_prompts(path, path.stem, None)
+    return read_prompts(path, printable(path.stem), None)
 
 
 class PromptOrder:
@@ -105,7 +107,7 @@ def read_prompts(path: Path, id_prefix: str, parse: ParseLine | None) -> list[Pr
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Stripped lines that are not blank, with their numbers from 1. Only line feeds separate lines."""
     try:
-        raw = path.read_bytes()
+        raw = read_regular(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
     for number, line in enumerate(raw.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
@@ -152,6 +154,8 @@ def json_object(line: str) -> dict[str, Any]:
         raise ValueError("nested too deeply") from error
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
+    if not is_encodable(record):
+        raise ValueError("text that UTF-8 cannot encode (half of a surrogate pair, \\ud800 to \\udfff)")
     text = record.get("prompt")
     if not isinstance(text, str) or not text.strip():
         raise ValueError("no `prompt`, which must be a non-empty string")

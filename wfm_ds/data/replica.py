@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from wfm_ds.data.order import TrainingSample
-from wfm_ds.data.samples import Sample
+from wfm_ds.data.samples import Sample, pack_prompt, unpack_prompt
 from wfm_ds.distributed.world import World
-from wfm_ds.types import Prompt
 
 
 def read_once(world: World, read: Callable[[], list[TrainingSample]]) -> list[TrainingSample]:
@@ -44,13 +43,3 @@ def unpack_sample(packed: Sequence[Any]) -> TrainingSample:
         framing=None,
         pixels=None,
     )
-
-
-def pack_prompt(prompt: Prompt) -> list[Any]:
-    """JSON form of a prompt that came from a JSON file."""
-    return [prompt.id, prompt.text, prompt.negative_text, dict(prompt.metadata)]
-
-
-def unpack_prompt(packed: Sequence[Any]) -> Prompt:
-    prompt_id, text, negative_text, metadata = packed
-    return Prompt(id=prompt_id, text=text, negative_text=negative_text, metadata=metadata)

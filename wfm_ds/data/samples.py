@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from wfm_ds.errors import DataError
 from wfm_ds.seeds import uniform
+from wfm_ds.storage.regular import open_regular
 from wfm_ds.types import Prompt
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})
 VIDEO_SUFFIXES = frozenset({".mp4", ".webm", ".mkv", ".mov", ".avi"})
 MEDIA_SUFFIXES = IMAGE_SUFFIXES | VIDEO_SUFFIXES
 REASONS = {
-    "no_prompt": "no caption in it: unreadable, empty, or a JSON object without a non-empty string `prompt`",
+    "no_prompt": "no caption in it: unreadable, empty, text that UTF-8 cannot encode, or a JSON object without a "
+    "non-empty string `prompt`",
     "no_media": "a caption without an image or video of the same name",
     "no_json": "an image or video without a caption of the same name",
     "ambiguous": "more than one image, video or caption has this name",
@@ -46,21 +50,41 @@ class Media(Protocol):
 class LocalFile:
     """Media in a file of its own."""
 
-    path: Path
+    file: str | Path  # text where there are many: a Path takes ten times the memory, and the time
+
+    @property
+    def path(self) -> Path:
+        return Path(self.file)
 
     @property
     def name(self) -> str:
-        return str(self.path)
+        return printable(os.fspath(self.file))
 
     @property
     def suffix(self) -> str:
-        return self.path.suffix.lower()
+        return os.path.splitext(self.file)[1].lower()
 
     def open(self) -> BinaryIO:
-        return self.path.open("rb")
+        return open_regular(self.file)
 
     def identity(self) -> tuple[str | int, ...]:
         return file_identity(self.path)
+
+
+def printable(name: str) -> str:
+    r"""Return a name of the file system as text that UTF-8 can encode: it need not be UTF-8, but ids are hashed and
+    messages are written. A byte that is none becomes \udcNN."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def is_encodable(value: Any) -> bool:
+    r"""Return whether UTF-8 can encode all text of a JSON value. JSON may name half of a surrogate pair, "\ud800",
+    which is no character: no tokenizer takes it, and no file or message can hold it."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        return False
+    return True
 
 
 def file_identity(path: Path) -> tuple[str | int, ...]:
@@ -87,12 +111,12 @@ class SampleSet:
 
     def __init__(self, source: str) -> None:
         """`source` names the data set in messages."""
-        self.source = source
+        self.source = printable(source)
         self.samples: list[Sample] = []
         self.bad: dict[str, list[str]] = {}
 
     def reject(self, reason: str, name: str) -> None:
-        self.bad.setdefault(reason, []).append(name)
+        self.bad.setdefault(reason, []).append(printable(name))
 
     def check(self, max_bad_fraction: float) -> None:
         """Raise DataError if there is no usable sample, or if more than this share of the entries is bad."""
@@ -127,9 +151,19 @@ def parse_caption(content: bytes, sample_id: str) -> Prompt | None:
         caption = json.loads(content)  # bytes: UTF-8, 16 or 32, with or without a mark
     except (ValueError, RecursionError):
         return None
-    if not isinstance(caption, dict):
+    if not isinstance(caption, dict) or not is_encodable(caption):
         return None
     text, negative = caption.pop("prompt", None), caption.pop("negative_prompt", None)
     if not isinstance(text, str) or not text.strip() or not isinstance(negative, str | None):
         return None
     return Prompt(id=sample_id, text=text.strip(), negative_text=negative, metadata=caption)
+
+
+def pack_prompt(prompt: Prompt) -> list[Any]:
+    """Return the JSON form of a prompt that came from a JSON file."""
+    return [prompt.id, prompt.text, prompt.negative_text, dict(prompt.metadata)]
+
+
+def unpack_prompt(packed: Sequence[Any]) -> Prompt:
+    prompt_id, text, negative_text, metadata = packed
+    return Prompt(id=prompt_id, text=text, negative_text=negative_text, metadata=metadata)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from wfm_ds.data.samples import MEDIA_SUFFIXES, Sample, SampleSet, parse_caption
+from wfm_ds.data.samples import MEDIA_SUFFIXES, Sample, SampleSet, is_encodable, parse_caption, printable
 from wfm_ds.data.tar_index import IndexEntry, TarIndex, tar_index
 from wfm_ds.errors import DataError
 from wfm_ds.storage import filesystem as storage
@@ -30,7 +30,7 @@ class TarMember:
 
     @property
     def name(self) -> str:
-        return f"{self.shard}#{self.member.key}{self.suffix}"
+        return printable(f"{self.shard}#{self.member.key}{self.suffix}")
 
     @property
     def suffix(self) -> str:
@@ -104,6 +104,7 @@ def prompt_of(json_text: str | None, plain_text: str | None, sample_id: str) -> 
         return None
     try:
         metadata = json.loads(json_text or "{}")
+        metadata = metadata if is_encodable(metadata) else {}
     except (ValueError, RecursionError):
         metadata = {}
     return Prompt(id=sample_id, text=plain_text.strip(), metadata=metadata if isinstance(metadata, dict) else {})
@@ -117,7 +118,7 @@ def shard_names(shards: Sequence[str]) -> list[str]:
     shard_of: dict[str, str] = {}
     for shard in shards:
         path = PurePosixPath(shard)
-        name = f"{path.parent.name}/{path.name.removesuffix('.tar')}"
+        name = printable(f"{path.parent.name}/{path.name.removesuffix('.tar')}")
         if name in shard_of:
             raise DataError(f"{shard_of[name]} and {shard} both give samples with ids {name}/...: rename a folder")
         shard_of[name] = shard

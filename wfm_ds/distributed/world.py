@@ -129,6 +129,8 @@ class World:
         import torch
         import torch.distributed as dist
 
+        if self.size == 1 or not values:  # every rank passes the same names, so that all leave here or none
+            return {name: float(value) for name, value in values.items()}
         MOVES.begin(f"a reduction of {', '.join(values)}"[:80])
         numbers = torch.tensor([float(v) for v in values.values()], dtype=torch.float64)
         dist.all_reduce(numbers, op=op, group=self.host_group)
@@ -157,6 +159,8 @@ class World:
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's JSON value on every rank. Others pass anything."""
+        if self.size == 1:
+            return _as_received(value)
         MOVES.begin("a broadcast of rank 0's value")
         return _json_from(0, self.host_group, value if self.is_main else None, mine=self.is_main)
 
@@ -188,6 +192,8 @@ class World:
         import torch
         import torch.distributed as dist
 
+        if self.size == 1:
+            return [_as_received(value)]
         MOVES.begin("a gathering of values")
         blob = json.dumps(value).encode()
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -209,6 +215,8 @@ class World:
         import torch
         import torch.distributed as dist
 
+        if self.dp_size == 1:
+            return [array.copy()]
         mine = torch.from_numpy(array.copy())
         arrays = [torch.empty_like(mine) for _ in range(self.dp_size)] if self.is_main else []
         group = self.host_group if self.replica is None else self.replica.leaders
@@ -227,6 +235,8 @@ class World:
     def barrier(self) -> None:
         import torch.distributed as dist
 
+        if self.size == 1:
+            return
         MOVES.begin("a barrier")
         dist.barrier(group=self.host_group)
 
@@ -247,6 +257,11 @@ class World:
             everywhere.agreed = True
             raise everywhere from error
         return result
+
+
+def _as_received(value: Any) -> Any:
+    """The JSON value as other ranks would get it: with lists for tuples, and text for the keys of a mapping."""
+    return json.loads(json.dumps(value))
 
 
 def _json_from(source: int, group: ProcessGroup | None, value: Any, *, mine: bool) -> Any:

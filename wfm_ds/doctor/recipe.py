@@ -21,6 +21,7 @@ from wfm_ds.recipe.derived import derive
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.run.estimate import GIB, Memory, memory
 from wfm_ds.run.folder import find_start
+from wfm_ds.run.model import family_of
 from wfm_ds.run.stored import require_storage
 from wfm_ds.storage.filesystem import ACCESS_KEY, ENDPOINT, REGION, SECRET_KEY
 from wfm_ds.training import preflight
@@ -36,9 +37,9 @@ STORAGE_ADVICE = (
 def recipe_findings(recipe: Recipe, world_size: int) -> Iterator[Finding]:
     """In the order in which a user would mend it. Starts the reward service if the recipe does, and writes and removes
     an object at checkpoint.storage; writes nothing else."""
-    yield from (Finding("recipe", "warning", doubt) for doubt in recipe.doubts())
+    yield from (Finding("recipe", "warning", doubt) for doubt in recipe.algorithm.doubts())
     yield attempt("batch", lambda: batch(recipe, world_size))
-    yield attempt("model", lambda: f"{registry.family_of(registry.resolve(recipe.model.path)).__name__}")
+    yield attempt("model", lambda: f"{family_of(recipe).__name__}")
     data = attempt("data", lambda: data_text(recipe))
     yield data
     if recipe.reward is not None and data.level == "ok":
@@ -95,8 +96,8 @@ def storage_text(recipe: Recipe) -> str:
 
 def estimate(recipe: Recipe, world_size: int) -> Memory:
     """From the configuration of the denoiser: no weight is read or made. Raises ModelError."""
-    folder = registry.resolve(recipe.model.path)
-    return memory(recipe, empty_denoiser(folder), registry.family_of(folder).default_lora_targets, world_size)
+    folder = registry.resolve(recipe.model.path, recipe.model.family)
+    return memory(recipe, empty_denoiser(folder), family_of(recipe).default_lora_targets, world_size)
 
 
 def empty_denoiser(folder: Path) -> nn.Module:

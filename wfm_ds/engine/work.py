@@ -1,4 +1,4 @@
-"""The FLOPs of the forwards that an engine ran: what its speed is measured in.
+"""The FLOPs of the forwards that an engine ran.
 
 Forwards are noted with the shapes of their arguments, and each kind of them is counted once, on a copy of the denoiser
 on the meta device that was taken before DeepSpeed cut it up. So every size and length of text counts as it was.
@@ -53,7 +53,7 @@ class WorkCounter:
 
     @classmethod
     def of(cls, denoiser: nn.Module, recipe: Recipe, targets: list[str]) -> WorkCounter:
-        """For a denoiser that is still whole and has no adapters. targets: where the recipe's adapters will be."""
+        """Copy a denoiser that is still whole and has no adapters. targets: where the recipe's adapters will be."""
         shadow = on_meta(denoiser)
         if recipe.lora is None:
             shadow.requires_grad_(True)
@@ -94,7 +94,7 @@ class WorkCounter:
 
 
 def _shape(value: Any) -> Hashable:
-    """What FLOPs of a sample depend on: the shape without the batch, and the value of whatever is no tensor."""
+    """The part of an argument that FLOPs of a sample depend on: the shape without the batch, or the value itself."""
     return (tuple(value.shape[1:]), value.dtype) if isinstance(value, Tensor) else value
 
 

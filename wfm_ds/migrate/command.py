@@ -1,7 +1,7 @@
 """`python -m wfm_ds.migrate config.toml > recipe.yaml`: a Cosmos-RL configuration of a diffusion model as a recipe.
 
-Every key of the configuration is accounted for: it became a key of the recipe, or a comment says why not. Exit codes: 0
-the recipe is complete; 2 it is not, or the configuration cannot be read (standard error says what to do).
+Each key of the configuration becomes a key of the recipe, or a comment says why it does not. Exit codes: 0 for a
+complete recipe; 2 for an incomplete one or a configuration that cannot be read, and standard error says what to do.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from wfm_ds.errors import RecipeError, UserError
+from wfm_ds.migrate.config import DDRL, NFT, SFT, WFM_SFT, CosmosConfig, NoCounterpart
 from wfm_ds.migrate.dropped import reason_for
 from wfm_ds.migrate.keys import ABSENT, FIXED, MISSPELT, MOVED, ROWS, WHOLE, Row
-from wfm_ds.migrate.values import DDRL, NFT, SFT, WFM_SFT, CosmosConfig, NoCounterpart
 from wfm_ds.program import program
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.recipe.tree import to_yaml
+from wfm_ds.recipe.yaml_text import to_yaml
 
 NEEDED = {
-    "run.steps": "how many optimizer steps (SFT) or RL steps: epochs are not counted here",
+    "run.steps": "how many optimizer steps (SFT) or RL steps; the option --steps sets it",
     "run.output_dir": "the folder for what the run writes",
     "model.path": "the folder of a diffusers pipeline",
     "data.path": "the folder of the training data",
@@ -38,7 +38,7 @@ NEEDED_FOR_RL = {"reward.functions": "the rewards, such as [{name: ocr}]"}
 
 @dataclass(slots=True)
 class Migration:
-    """A recipe as dotted keys, and all that must be said about it."""
+    """A recipe as dotted keys, and the account of every key of the configuration."""
 
     mode: str
     values: dict[str, Any]
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
         return
     if args.config is None:
         raise UserError("name a configuration, or --keys for the table of keys")
-    migration = migrate(read(args.config))
+    migration = migrate(read(args.config), steps=args.steps)
     text = render(migration, args.config.name)
     sys.stdout.write(text)
     check(migration, text)
@@ -68,18 +68,26 @@ def run(args: argparse.Namespace) -> None:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="wfm_ds.migrate", description=__doc__.split("\n")[0])
     p.add_argument("config", nargs="?", type=Path, help="a TOML configuration of Cosmos-RL (docs/migrating.md)")
-    p.add_argument("--keys", action="store_true", help="print the table of keys, as of docs/migrating.md")
+    p.add_argument("--steps", type=positive, metavar="N", help="length of the run (run.steps), in place of epochs")
+    p.add_argument("--keys", action="store_true", help="print the table of keys that docs/migrating.md holds")
     return p
 
 
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
 def key_table() -> str:
-    """Markdown: each key there and here."""
+    """The table of keys as Markdown."""
     lines = [f"| `{row.theirs}` | {' '.join(f'`{key}`' for key in row.targets)} |" for row in ROWS]
     return "\n".join(["| Cosmos-RL | recipe |", "|---|---|", *dict.fromkeys(lines)]) + "\n"
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Raises RecipeError when there is no such file or it is not TOML."""
+    """The tables of a TOML file. Raises RecipeError when there is no such file or it is not TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -88,19 +96,25 @@ def read(path: Path) -> dict[str, Any]:
         raise RecipeError(f"{path}: this is not TOML: {error}") from error
 
 
-def migrate(config: Mapping[str, Any]) -> Migration:
-    """The recipe of a configuration. Raises RecipeError when it trains no diffusion model."""
+def migrate(config: Mapping[str, Any], *, steps: int | None = None) -> Migration:
+    """The recipe of a configuration, `steps` long if they are given.
+
+    Raises RecipeError when it trains no diffusion model.
+    """
     given, mended = mend(flatten(config))
     mode = mode_of(given)
     rows = [row for row in ROWS if mode in row.modes]
-    source = CosmosConfig(mode, given, {row.theirs: row.default for row in rows if row.default is not ABSENT})
+    defaults = {row.theirs: row.default for row in rows if row.default is not ABSENT}
+    source = CosmosConfig(mode, given, defaults, steps=steps)
     migration = Migration(mode, dict(FIXED[mode]), mended=mended, notes=source.notes)
+    if steps is not None:
+        source.note(f"run.steps {steps} is that of --steps, whatever the configuration says")
     for row in rows:
         if row.theirs not in given and meant(row, source):
             apply(row, row.default, source, migration)
-    for row in rows:  # what is written wins over what is meant, where both say the same key
-        if row.theirs in given:
-            apply(row, given[row.theirs], source, migration)
+    # Written values win over defaults where both set the same key of the recipe.
+    used = [row.theirs for row in rows if row.theirs in given and apply(row, given[row.theirs], source, migration)]
+    migration.gone = {key: reason for key, reason in migration.gone.items() if key not in used}
     for key in given.keys() - {row.theirs for row in rows}:
         others = sorted({other for row in ROWS if row.theirs == key for other in row.modes})
         reason = reason_for(key) or (f"{mode} does not read it, {' and '.join(others)} does" if others else None)
@@ -125,7 +139,7 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def mend(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The configuration with today's names, and a sentence for each that it did not use."""
+    """The configuration with the present names of its keys, and a sentence for each name that was replaced."""
     found: dict[str, Any] = {}
     said: list[str] = []
     for name, value in given.items():
@@ -134,7 +148,7 @@ def mend(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             if key.startswith(f"{old}."):
                 key = f"{new}{key.removeprefix(old)}"
         if key != name:
-            said.append(f"{name} is called {key} by now")
+            said.append(f"{name} is called {key} in present versions")
         if key in MISSPELT:
             meant_key, consequence = MISSPELT[key]
             said.append(f"{key} is read as {meant_key}: {consequence}")
@@ -146,7 +160,7 @@ def mend(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def mode_of(given: Mapping[str, Any]) -> str:
-    """What the configuration trains and how. Raises RecipeError for language models."""
+    """The algorithm and the trainer that the configuration is for. Raises RecipeError for language models."""
     tables = {key.partition(".")[0] for key in given}
     if tables & {"model", "trainer", "dataloader_train"}:
         return DDRL if given.get("model.rl.enabled", True) else WFM_SFT
@@ -160,42 +174,46 @@ def mode_of(given: Mapping[str, Any]) -> str:
         return SFT
     if trainer == "diffusion_nft":
         return NFT
-    raise RecipeError(f"{policy}.trainer_type is {trainer!r}: of RL for diffusers pipelines, diffusion_nft is known")
+    raise RecipeError(
+        f"{policy}.trainer_type is {trainer!r}: RL for diffusers pipelines is read for diffusion_nft only"
+    )
 
 
 def meant(row: Row, source: CosmosConfig) -> bool:
-    """Whether the default of a key that the configuration lacks says anything about this run."""
+    """True if the default of a key that the configuration lacks says anything about this run."""
     is_of_lora = row.theirs.startswith("policy.lora.")
     return row.default is not ABSENT and (not is_of_lora or source.has_table("policy.lora"))
 
 
-def apply(row: Row, value: Any, source: CosmosConfig, migration: Migration) -> None:
-    """Put what a row makes of the value into the recipe, or among what has no counterpart if it was written."""
+def apply(row: Row, value: Any, source: CosmosConfig, migration: Migration) -> bool:
+    """Put the value into the recipe as the row says: True; or, if it was written, among those without a counterpart."""
     try:
         made = row.convert(value, source)
     except NoCounterpart as reason:
         if row.theirs in source.given:
             migration.gone[row.theirs] = str(reason)
-        return
+        return False
     except (TypeError, ValueError, LookupError) as error:
         raise RecipeError(f"{row.theirs}: {value!r} cannot be read: {error}") from error
     migration.values |= zip(row.targets, made if isinstance(row.ours, tuple) else [made], strict=True)
+    return True
 
 
 # ---- as YAML
 
 
 def render(migration: Migration, name: str) -> str:
-    """The recipe, all that is to be said about it as comments above, placeholders where keys are missing."""
+    """The recipe: comments that account for every key, then the sections, with placeholders for missing keys."""
     head = [
         f"{migration.mode} of {name}, a configuration of Cosmos-RL",
         *titled("To be filled in below", [f"{key}: {what}" for key, what in migration.missing.items()]),
-        *titled("Unknown keys, which nothing was made of: check their spelling", sorted(migration.unknown)),
+        *titled("Unknown keys, which were left out: check their spelling", sorted(migration.unknown)),
         *titled("Mended", migration.mended),
         *titled("To be known", migration.notes),
         *titled("Without a counterpart", [f"{key}: {reason}" for key, reason in sorted(migration.gone.items())]),
     ]
-    wrapped = [part for line in head for part in textwrap.wrap(line, 118, subsequent_indent=" " * 6)]
+    whole_words = textwrap.TextWrapper(118, subsequent_indent=" " * 6, break_on_hyphens=False, break_long_words=False)
+    wrapped = [part for line in head for part in whole_words.wrap(line)]
     return "".join(f"# {line}\n" for line in wrapped) + body(migration)
 
 

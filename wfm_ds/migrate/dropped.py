@@ -1,12 +1,13 @@
-"""Keys of a Cosmos-RL configuration that a recipe has no use for, and why: the second table of migrate.py.
+"""Keys of a Cosmos-RL configuration that a recipe has no use for, and the reasons: the table beside keys.py.
 
-Keys that are neither here nor in keys.py are unknown, and said to be.
+A key that is in neither table is unknown, and is reported as that.
 """
 
 from __future__ import annotations
 
 LANGUAGE = "it is about language models"
 LAUNCHER = "the launcher says how many ranks there are: deepspeed --num_gpus N, or --hostfile FILE"
+ZERO_SHARDS = "not available: ZeRO cuts weights (engine.deepspeed), engine.sequence_parallel cuts tokens"
 ONE_PROGRAM = "there is one program and no controller"
 DEEPSPEED = "the DeepSpeed JSON that engine.deepspeed names decides"
 FLOAT32 = "always float32: masters, optimizer, sums"
@@ -20,6 +21,8 @@ VALIDATION = "validation.prompts names a file, and the rewards are those of trai
 OPTIONS = "a reward's options are in its entry of reward.functions"
 ALWAYS = "there is no other way here"
 MISSING = "not available"
+INTERNAL = "it is about shards in storage of their own"
+WEB_DATA = "dataloader_train.video_dataloader.dataloader"
 STORAGE = "checkpoint.storage: s3://BUCKET/FOLDER keeps a copy of all that a run leaves"
 
 # Table, its keys (`*`: whatever it holds), reason.
@@ -44,8 +47,9 @@ _ROWS = (
         "global_std",
         "not read there: advantages are divided by a group's deviation",
     ),
-    ("policy.parallelism", "n_init_replicas tp_size ep_size pp_size dp_replicate_size", LAUNCHER),
-    ("policy.parallelism", "pp_dynamic_shape pp_micro_batch_size pp_schedule pp_layers_per_stage", LAUNCHER),
+    ("policy.parallelism", "n_init_replicas", LAUNCHER),
+    ("policy.parallelism", "tp_size ep_size pp_size", ZERO_SHARDS),
+    ("policy.parallelism", "pp_dynamic_shape pp_micro_batch_size pp_schedule pp_layers_per_stage", ZERO_SHARDS),
     ("rollout.parallelism", "*", LAUNCHER),
     ("rollout", "backend n_generation_to_batch batch_size mode async_config.*", "ranks take turns: rollout, training"),
     ("rollout", "seed", SEEDS),
@@ -53,7 +57,6 @@ _ROWS = (
     ("rollout", "enforce_eager include_stop_str_in_output gpu_memory_utilization enable_chunked_prefill", LANGUAGE),
     ("rollout", "max_response_length quantization sampling_config.* vllm_use_flashinfer multi_turn_config.*", LANGUAGE),
     ("logging", "log_interval project_name group_name experiment_name report_mfu", WANDB),
-    ("train", "epoch", "a run is as long as run.steps says, whatever the size of the data"),
     ("train", "non_text", ALWAYS),
     ("train", "timestamp", "run.output_dir is as given, so that the same command continues a run"),
     ("train", "master_dtype fsdp_reduce_dtype logprob_dtype", FLOAT32),
@@ -71,7 +74,6 @@ _ROWS = (
     ("train.ckpt", "upload_s3 s3_bucket s3_prefix", STORAGE),
     ("train.train_policy", "type trainer_type", "it became algorithm.name"),
     ("train.train_policy", "uncentralized_training", ONE_PROGRAM),
-    ("train.train_policy", "use_remote_reward", "rewards are computed by processes of their own in any case"),
     ("train.train_policy", "dataset.subset dataset.revision", "data.path is a folder"),
     ("train.train_policy", "dataset.name dataset.split", "data.path is the folder of the captioned media"),
     ("train.train_policy", "dataset.test_size", "validation.prompts names a file"),
@@ -107,7 +109,6 @@ _ROWS = (
         LANGUAGE,
     ),
     ("train.train_policy", "load_balanced_max_tokens_for_batch load_balanced_batching_strategy", LANGUAGE),
-    ("train.train_policy.remote_reward", "score_key", "a reward gives one number"),
     ("train.train_policy.remote_reward", "batch_size", "max_batch of an entry of reward.functions"),
     ("validation", "batch_size", "engine.max_forward_batch holds for all that is generated"),
     ("validation", "dataset.name dataset.split dataset.subset dataset.revision dataset.test_size", VALIDATION),
@@ -116,8 +117,9 @@ _ROWS = (
     # ---- the wfm mode
     ("job", "wandb_mode", WANDB),
     ("job", "timestamp", "run.output_dir is as given, so that the same command continues a run"),
-    ("model", "fsdp_shard_size dp_replicate_size", LAUNCHER),
-    ("model_parallel", "*", LAUNCHER),
+    ("model_parallel", "data_parallel_size", LAUNCHER),
+    ("model_parallel", "*", ZERO_SHARDS),
+    ("model.net.sac_config", "every_n_blocks", "every block is recomputed"),
     ("model", "tokenizer.* net.* text_encoder_class text_encoder_config.* resolution state_ch state_t", PIPELINE),
     ("model", "sde.* sigma_data scaling sigma_conditional conditioning_strategy use_rf_ckpts", PIPELINE),
     ("model", "denoise_replace_gt_frames adjust_video_noise rectified_flow_t_scaling_factor", PIPELINE),
@@ -125,12 +127,10 @@ _ROWS = (
     ("model", "conditioner", "algorithm ddrl drops no captions"),
     ("model", "min_num_conditional_frames max_num_conditional_frames", "those of model.rl hold"),
     ("model", "input_data_key input_caption_key input_image_key resize_online", "media are cropped to size when read"),
-    ("model", "ema.enabled ema.rate ema.iteration_shift", "an average of another kind: see the section ema"),
     ("model", "high_sigma_strategy high_sigma_ratio low_sigma_ratio use_torch_compile", MISSING),
     ("model.rl", "enabled", "it became algorithm.name"),
     ("model.rl.reward_config", "adv_clip_min", "algorithm.adv_clip_max holds on both sides"),
     ("model.rl.reward_config", "ALL_REWARD_MODELS", "reward.functions names them"),
-    ("model.rl.reward_config.remote_reward", "score_key", "a reward gives one number"),
     ("model.rl.reward_config.remote_reward", "scale", "advantages are divided by the deviation of the reward"),
     (
         "model.rl.reward_config.remote_reward",
@@ -144,14 +144,26 @@ _ROWS = (
     ("trainer", "distributed_parallelism ddp.* cudnn.* grad_scaler_args.* memory_format", DEEPSPEED),
     ("trainer", "logging_iter", WANDB),
     ("trainer", "max_val_iter", "validation.num_prompts and validation.num_images"),
-    ("trainer", "grad_accum_iter", "reinforcement learning derives it"),
     ("trainer", "timeout_period straggler_detection.* profiling.*", MISSING),
     ("trainer", "use_s3", STORAGE),
     ("dataloader_train", "type image_dataloader.*", "data.path is one folder"),
     ("dataloader_train.video_dataloader", "type ratio webdataset text_encoder_type", "data.path is one folder"),
-    ("dataloader_train.video_dataloader", "batch_size", "engine.micro_batch_size"),
     ("dataloader_train.video_dataloader", "shuffle drop_last pin_memory use_cache cache_size concat_size", LOADER),
     ("dataloader_train.video_dataloader", "cache_augment_fn cache_replay_name", LOADER),
+    (WEB_DATA, "pin_memory use_cache cache_size concat_size cache_replay_name cache_augment_fn.*", LOADER),
+    (WEB_DATA, "shuffle drop_last prefetch_factor", LOADER),
+    (WEB_DATA, "webdataset", "false is random data there, for a dry run as recipes/cp_mock.yaml; true: data.kind"),
+    (f"{WEB_DATA}.dataset", "augmentor_name video_decoder_name", "media are cropped to size when read"),
+    (f"{WEB_DATA}.dataset", "len_t5 t5_dim embedding_type", PIPELINE),
+    (f"{WEB_DATA}.dataset", "caption_type", "data.path has one caption a video"),
+    (f"{WEB_DATA}.dataset", "dataset_name is_train object_store detshuffle dataset_resolution_type", INTERNAL),
+    (f"{WEB_DATA}.dataset", "chunk_size use_native_fps", INTERNAL),
+    (f"{WEB_DATA}.dataset", "min_fps_thres max_fps_thres", "data.fps"),
+    (
+        f"{WEB_DATA}.dataset",
+        "long_caption_ratio medium_caption_ratio short_caption_ratio user_caption_ratio",
+        "data.path has one caption a video",
+    ),
     ("dataloader_val", "*", "validation.path (SFT) or validation.prompts"),
     ("checkpoint", "model_id", FOLDER),
     (

@@ -1,4 +1,4 @@
-"""What each key of a Cosmos-RL configuration is called here: the table that `python -m wfm_ds.migrate` reads.
+"""The keys of a Cosmos-RL configuration and their names in a recipe: the table that `python -m wfm_ds.migrate` reads.
 
 Cosmos-RL has two configurations of diffusion models: that of its diffusers trainers (`[policy]`, `[train]`, ...) for
 SFT and DiffusionNFT, and that of its `--wfm-mode` (`[model]`, `[trainer]`, ...) for DDRL and SFT.
@@ -11,8 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from wfm_ds.migrate import length, rewards
 from wfm_ds.migrate import values as to
-from wfm_ds.migrate.values import DDRL, NFT, SFT, WFM_SFT, Convert
+from wfm_ds.migrate import wfm_values as wfm
+from wfm_ds.migrate.config import DDRL, NFT, SFT, WFM_SFT, Convert, one_of
+from wfm_ds.migrate.rewards import WFM_REWARD
+from wfm_ds.migrate.wfm_values import VIDEO_DATA
 
 DIFFUSERS, WFM = (SFT, NFT), (DDRL, WFM_SFT)
 ABSENT = object()  # no default; any value may be one
@@ -20,10 +24,10 @@ ABSENT = object()  # no default; any value may be one
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A key there and its key here; several of them where `convert` returns a tuple.
+    """A key of Cosmos-RL and the recipe's key for it; several of them where `convert` returns a tuple.
 
-    `default` is what Cosmos-RL takes where the configuration lacks the key. It is written out, because the run meant
-    it and the default here may be another.
+    `default` is the value that Cosmos-RL takes where the configuration lacks the key. The recipe writes it out, because
+    its own default may be another. A key may have several rows.
     """
 
     theirs: str
@@ -38,12 +42,15 @@ class Row:
 
 
 REMOTE = "train.train_policy.remote_reward"
-WFM_REWARD = "model.rl.reward_config"
+SERVICE = f"{WFM_REWARD}.remote_reward"
+WEB_DATA = f"{VIDEO_DATA}.dataloader"
+BATCH = ("engine.micro_batch_size", "engine.max_forward_batch")
+SIZE = ("sampling.height", "sampling.width")
 
-DTYPE = to.one_of({"bfloat16": "bfloat16", "float32": "float32"})
-LORA_INIT = to.one_of({"gaussian": "gaussian", True: "default"})
-OLD_DECAY = to.one_of({0: "copy", 1: "standard", 2: "slow"})
-EDM_SOLVER = to.one_of({"2ab": "edm_2ab", "1euler": "edm_euler"})
+DTYPE = one_of({"bfloat16": "bfloat16", "float32": "float32"})
+LORA_INIT = one_of({"gaussian": "gaussian", True: "default"})
+OLD_DECAY = one_of({0: "copy", 1: "standard", 2: "slow"})
+EDM_SOLVER = one_of({"2ab": "edm_2ab", "1euler": "edm_euler"})
 
 ROWS = (
     Row("policy.model_name_or_path", "model.path", to.folder_of_model),
@@ -56,6 +63,7 @@ ROWS = (
     Row("policy.lora.target_modules", "lora.target_modules", to.lora_targets),
     Row("policy.lora.init_lora_weights", "lora.init", LORA_INIT, default=True),
     Row("policy.parallelism.dp_shard_size", "engine.deepspeed", to.zero_stage, default=1),
+    Row("policy.parallelism.dp_replicate_size", "engine.deepspeed", to.zero_stage, default=1),
     Row("policy.parallelism.cp_size", "engine.sequence_parallel", default=1),
     Row("train.fsdp_offload", "engine.deepspeed", to.zero_stage, default=False),
     Row("train.train_policy.mini_batch", "engine.micro_batch_size", default=2),
@@ -65,7 +73,7 @@ ROWS = (
     Row("rollout.n_generation", "rollout.group_size", default=16, modes=(NFT,)),
     Row("rollout.n_generation_mini_batch", "engine.max_forward_batch", modes=(NFT,)),
     Row("train.optm_grad_norm_clip", "engine.max_grad_norm", default=1.0),
-    Row("train.optm_name", "optimizer.name", to.one_of({"AdamW": "adamw"})),
+    Row("train.optm_name", "optimizer.name", one_of({"AdamW": "adamw"})),
     Row("train.optm_lr", "optimizer.lr", to.learning_rate, default=1e-6),
     Row("train.optm_betas", "optimizer.betas", default=[0.9, 0.999]),
     Row("train.epsilon", "optimizer.eps", default=1e-6),
@@ -76,7 +84,8 @@ ROWS = (
     Row("train.ema_enable", "ema.decay", to.ema_switch, default=False),
     Row("train.ema_decay", "ema.decay", to.of_ema, default=0.9999),
     Row("train.ema_update_step_interval", "ema.every", to.ema_interval, default=0),
-    Row("train.max_num_steps", "run.steps"),
+    Row("train.max_num_steps", "run.steps", length.run_steps),
+    Row("train.epoch", "run.steps", length.run_steps, default=1),
     Row("train.output_dir", "run.output_dir", default="./outputs"),
     Row("train.seed", "run.seed"),
     Row("train.resume", "run.resume", to.resume, default=False),
@@ -96,7 +105,7 @@ ROWS = (
     Row("train.train_policy.dataset.split", "data.split", to.split, modes=(NFT,)),
     Row("train.train_policy.dataset.test_size", "validation.holdout", modes=(SFT,)),
     Row("train.train_policy.dataloader_shuffle", "data.shuffle", default=True),
-    Row("policy.diffusers.inference_size", ("sampling.height", "sampling.width"), lambda v, _: v, [1024, 1024]),
+    Row("policy.diffusers.inference_size", SIZE, lambda v, _: v, [1024, 1024]),
     Row("policy.diffusers.train_frames", "sampling.num_frames", to.frames, default=41),
     Row("policy.diffusers.inference_frames", "sampling.num_frames", to.shown_frames),
     Row("policy.diffusers.sample.num_steps", "sampling.steps", default=40, modes=(NFT,)),
@@ -119,44 +128,61 @@ ROWS = (
     Row("train.train_policy.unbiased_advantage", "algorithm.advantage_std", to.advantage_std, False, modes=(NFT,)),
     Row("train.train_policy.batch_size_per_optimize", "algorithm.updates_per_rollout", to.updates, modes=(NFT,)),
     Row("train.train_policy.mu_iterations", "algorithm.updates_per_rollout", to.once, modes=(NFT,)),
-    Row(f"{REMOTE}.reward_fns", "reward.functions", to.named_rewards, modes=(NFT,)),
-    Row(f"{REMOTE}.reward_fn", "reward.functions", to.weighted_rewards, modes=(NFT,)),
-    Row(f"{REMOTE}.reward_clip_min", "reward.clip", to.reward_clip, default=-5.0, modes=(NFT,)),
-    Row(f"{REMOTE}.reward_clip_max", "reward.clip", to.reward_clip, default=5.0, modes=(NFT,)),
+    Row("train.train_policy.use_remote_reward", "algorithm.std_unbiased", default=False, modes=(NFT,)),
+    Row(f"{REMOTE}.reward_fns", "reward.functions", rewards.named_rewards, default=None, modes=(NFT,)),
+    Row(f"{REMOTE}.reward_fn", "reward.functions", rewards.weighted_rewards, modes=(NFT,)),
+    Row(f"{REMOTE}.reward_clip_min", "reward.clip", rewards.reward_clip, default=-5.0, modes=(NFT,)),
+    Row(f"{REMOTE}.reward_clip_max", "reward.clip", rewards.reward_clip, default=5.0, modes=(NFT,)),
     Row(f"{REMOTE}.scale", "reward.scale", modes=(NFT,)),
     # ---- the wfm mode
     Row("checkpoint.load_path", "model.path", to.folder_of_model, modes=WFM),
+    Row("checkpoint.load_path", "model.denoiser_init", wfm.random_weights, default="", modes=WFM),
+    Row("model.net.sac_config.mode", "model.gradient_checkpointing", wfm.checkpointing, "block_wise", modes=WFM),
+    Row("model.fsdp_shard_size", "engine.deepspeed", wfm.zero_of_shards, default=8, modes=WFM),
+    Row("model.dp_replicate_size", "engine.deepspeed", wfm.zero_of_shards, default=1, modes=WFM),
+    Row("model_parallel.context_parallel_size", "engine.sequence_parallel", wfm.context_parallel, 1, modes=WFM),
+    Row("model.ema.enabled", ("ema.decay", "ema.every"), wfm.power_average, default=True, modes=WFM),
+    Row("model.ema.rate", ("ema.decay", "ema.every"), wfm.power_average, default=0.1, modes=WFM),
+    Row("model.ema.iteration_shift", ("ema.decay", "ema.every"), wfm.power_average, default=0, modes=WFM),
     Row("model.precision", "model.dtype", DTYPE, modes=WFM),
-    Row("job.project", "run.output_dir", to.output_of_job, default="cosmos_wfm_v2", modes=WFM),
-    Row("job.group", "run.output_dir", to.output_of_job, default="official_runs_vid2vid_debug", modes=WFM),
-    Row("job.name", "run.output_dir", to.output_of_job, modes=WFM),
-    Row("trainer.max_iter", "run.steps", default=25, modes=WFM),
+    Row("job.project", "run.output_dir", wfm.output_of_job, default="cosmos_wfm_v2", modes=WFM),
+    Row("job.group", "run.output_dir", wfm.output_of_job, default="official_runs_vid2vid_debug", modes=WFM),
+    Row("job.name", "run.output_dir", wfm.output_of_job, modes=WFM),
+    Row("trainer.max_iter", "run.steps", wfm.steps, default=25, modes=WFM),
     Row("trainer.seed", "run.seed", modes=WFM),
     Row("trainer.grad_accum_iter", "engine.gradient_accumulation", modes=(WFM_SFT,)),
-    Row("trainer.run_validation", "validation.every", to.wfm_validate_every, default=False, modes=WFM),
-    Row("trainer.validation_iter", "validation.every", to.wfm_validate_every, default=100, modes=WFM),
-    Row("trainer.callbacks", ("engine.max_grad_norm", "logging.sample_every"), to.callbacks, modes=WFM),
+    Row("trainer.grad_accum_iter", "rollout.prompts_per_step", wfm.groups_of_instances, default=1, modes=(DDRL,)),
+    Row("trainer.run_validation", "validation.every", wfm.validate_every, default=False, modes=WFM),
+    Row("trainer.validation_iter", "validation.every", wfm.validate_every, default=100, modes=WFM),
+    Row("trainer.callbacks", ("engine.max_grad_norm", "logging.sample_every"), wfm.callbacks, modes=WFM),
     Row("checkpoint.save_iter", "checkpoint.every", default=1000, modes=WFM),
     Row("optimizer.lr", "optimizer.lr", default=1e-5, modes=WFM),
     Row("optimizer.betas", "optimizer.betas", default=[0.9, 0.99], modes=WFM),
     Row("optimizer.eps", "optimizer.eps", default=1e-8, modes=WFM),
     Row("optimizer.weight_decay", "optimizer.weight_decay", default=1e-4, modes=WFM),
-    Row("scheduler.warm_up_steps", "optimizer.warmup_steps", to.first, default=[1000], modes=WFM),
-    Row("dataloader_train.video_dataloader.dataset_dir", "data.path", modes=WFM),
-    Row("dataloader_train.video_dataloader.num_frames", "sampling.num_frames", modes=WFM),
-    Row("dataloader_train.video_dataloader.video_size", ("sampling.height", "sampling.width"), to.wide, modes=WFM),
-    Row("dataloader_train.video_dataloader.num_workers", "data.workers", modes=WFM),
-    Row("dataloader_train.video_dataloader.offline_text_embedding", "data.allow_pickle", default=False, modes=WFM),
-    Row("dataloader_train.video_dataloader.batch_size", "engine.micro_batch_size", modes=(WFM_SFT,)),
+    Row("scheduler.warm_up_steps", "optimizer.warmup_steps", wfm.first, default=[1000], modes=WFM),
+    Row(f"{VIDEO_DATA}.dataset_dir", "data.path", modes=WFM),
+    Row(f"{VIDEO_DATA}.num_frames", "sampling.num_frames", modes=WFM),
+    Row(f"{VIDEO_DATA}.video_size", SIZE, wfm.wide, modes=WFM),
+    Row(f"{VIDEO_DATA}.num_workers", "data.workers", modes=WFM),
+    Row(f"{VIDEO_DATA}.offline_text_embedding", "data.allow_pickle", default=False, modes=WFM),
+    Row(f"{VIDEO_DATA}.batch_size", BATCH, lambda v, _: (v, v), default=1, modes=WFM),
+    Row(f"{VIDEO_DATA}.batch_size", "rollout.prompts_per_step", wfm.groups_of_instances, modes=(DDRL,)),
+    Row(f"{WEB_DATA}.batch_size", BATCH, lambda v, _: (v, v), modes=WFM),
+    Row(f"{WEB_DATA}.batch_size", "rollout.prompts_per_step", wfm.groups_of_instances, modes=(DDRL,)),
+    Row(f"{WEB_DATA}.num_workers", "data.workers", modes=WFM),
+    Row(f"{WEB_DATA}.dataset.num_video_frames", "sampling.num_frames", modes=WFM),
+    Row(f"{WEB_DATA}.dataset.resolution", SIZE, wfm.named_size, modes=WFM),
     Row("dataloader_val.video_dataloader.dataset_dir", "validation.path", modes=(WFM_SFT,)),
-    Row("model.conditioner", "data.caption_dropout", to.caption_dropout, modes=(WFM_SFT,)),
+    Row("model.conditioner", "data.caption_dropout", wfm.caption_dropout, modes=(WFM_SFT,)),
     Row("model.sde.p_mean", "algorithm.logit_mean", default=math.log(4), modes=(WFM_SFT,)),
     Row("model.sde.p_std", "algorithm.logit_std", default=1.2, modes=(WFM_SFT,)),
     Row("model.min_num_conditional_frames", "algorithm.min_num_conditional_frames", default=1, modes=(WFM_SFT,)),
     Row("model.max_num_conditional_frames", "algorithm.max_num_conditional_frames", default=2, modes=(WFM_SFT,)),
     Row("model.loss_scale", "algorithm.loss_scale", default=10.0, modes=(DDRL,)),
-    Row("model.dp_replicate_size", "rollout.prompts_per_step", to.groups_of_instances, default=1, modes=(DDRL,)),
-    Row("model.fsdp_shard_size", "rollout.prompts_per_step", to.groups_of_instances, default=8, modes=(DDRL,)),
+    Row("model_parallel.data_parallel_size", "rollout.prompts_per_step", wfm.groups_of_instances, -1, modes=(DDRL,)),
+    Row("model.dp_replicate_size", "rollout.prompts_per_step", wfm.groups_of_instances, default=1, modes=(DDRL,)),
+    Row("model.fsdp_shard_size", "rollout.prompts_per_step", wfm.groups_of_instances, default=8, modes=(DDRL,)),
     Row("model.rl.num_rollout", "rollout.group_size", default=8, modes=(DDRL,)),
     Row("model.rl.on_policy", "rollout.policy", lambda v, _: "current" if v else "reference", modes=(DDRL,)),
     Row("model.rl.sample_steps", "sampling.steps", default=10, modes=(DDRL,)),
@@ -164,41 +190,47 @@ ROWS = (
     Row("model.rl.solver_option", "sampling.solver", EDM_SOLVER, default="2ab", modes=(DDRL,)),
     Row("model.rl.s_churn", "sampling.s_churn", default=1.0, modes=(DDRL,)),
     Row("model.rl.s_t_min", "sampling.s_t_min", lambda v, _: float(v), modes=(DDRL,)),
-    Row("model.rl.s_t_max", "sampling.s_t_max", to.bounded, modes=(DDRL,)),
+    Row("model.rl.s_t_max", "sampling.s_t_max", wfm.bounded, modes=(DDRL,)),
     Row("model.rl.s_noise", "sampling.s_noise", modes=(DDRL,)),
-    Row("model.rl.guidance", "sampling.guidance_scale", to.edm_guidance, default=0.0, modes=(DDRL,)),
+    Row("model.rl.guidance", "sampling.guidance_scale", wfm.edm_guidance, default=0.0, modes=(DDRL,)),
     Row("model.rl.train_on", "algorithm.train_on", default=[0, 1, 2, 3, 4, 5, 6, 7], modes=(DDRL,)),
     Row("model.rl.update_ref_every_iter", "algorithm.update_ref_every", default=16, modes=(DDRL,)),
     Row("model.rl.clip_ratio", "algorithm.clip_ratio", default=1e-4, modes=(DDRL,)),
     Row("model.rl.kl_beta", "algorithm.kl_beta", default=0.01, modes=(DDRL,)),
     Row("model.rl.data_beta", "algorithm.data_beta", default=0.0, modes=(DDRL,)),
-    Row("model.rl.use_rl_sigma_and_noise", "algorithm.use_rl_sigma_and_noise", to.of_data_term, modes=(DDRL,)),
-    Row("model.rl.data_on_first_only", "algorithm.data_on_first_only", to.of_data_term, modes=(DDRL,)),
+    Row("model.rl.use_rl_sigma_and_noise", "algorithm.use_rl_sigma_and_noise", wfm.of_data_term, modes=(DDRL,)),
+    Row("model.rl.data_on_first_only", "algorithm.data_on_first_only", wfm.of_data_term, modes=(DDRL,)),
     Row("model.rl.exp_reward", "algorithm.exp_reward", modes=(DDRL,)),
     Row("model.rl.min_num_conditional_frames", "algorithm.min_num_conditional_frames", default=1, modes=(DDRL,)),
     Row("model.rl.max_num_conditional_frames", "algorithm.max_num_conditional_frames", default=1, modes=(DDRL,)),
     Row(f"{WFM_REWARD}.adv_clip_max", "algorithm.adv_clip_max", default=5.0, modes=(DDRL,)),
-    Row(f"{WFM_REWARD}.remote_reward.reward_fn", "reward.functions", to.wfm_rewards, "dance_grpo", modes=(DDRL,)),
-    Row(f"{WFM_REWARD}.remote_reward.enabled", "reward.functions", to.wfm_rewards, default=True, modes=(DDRL,)),
-    Row(f"{WFM_REWARD}.remote_reward.reward_clip_min", "reward.functions", to.wfm_rewards, -5.0, modes=(DDRL,)),
-    Row(f"{WFM_REWARD}.remote_reward.reward_clip_max", "reward.functions", to.wfm_rewards, 5.0, modes=(DDRL,)),
-    Row(f"{WFM_REWARD}.aesthetic.enabled", "reward.functions", to.wfm_rewards, default=False, modes=(DDRL,)),
-    Row(f"{WFM_REWARD}.image_reward.enabled", "reward.functions", to.wfm_rewards, default=False, modes=(DDRL,)),
-    Row(f"{WFM_REWARD}.fake_reward.enabled", "reward.functions", to.wfm_rewards, default=False, modes=(DDRL,)),
+    Row(f"{SERVICE}.reward_fn", "reward.functions", rewards.wfm_rewards, "dance_grpo", modes=(DDRL,)),
+    Row(f"{SERVICE}.score_key", "reward.functions", rewards.wfm_rewards, "overall_reward", modes=(DDRL,)),
+    Row(f"{SERVICE}.enabled", "reward.functions", rewards.wfm_rewards, default=True, modes=(DDRL,)),
+    Row(f"{SERVICE}.reward_clip_min", "reward.functions", rewards.wfm_rewards, -5.0, modes=(DDRL,)),
+    Row(f"{SERVICE}.reward_clip_max", "reward.functions", rewards.wfm_rewards, 5.0, modes=(DDRL,)),
+    Row(f"{WFM_REWARD}.aesthetic.enabled", "reward.functions", rewards.wfm_rewards, default=False, modes=(DDRL,)),
+    Row(f"{WFM_REWARD}.image_reward.enabled", "reward.functions", rewards.wfm_rewards, default=False, modes=(DDRL,)),
+    Row(f"{WFM_REWARD}.fake_reward.enabled", "reward.functions", rewards.wfm_rewards, default=False, modes=(DDRL,)),
 )
 
-# What the mode itself says, and no key of the configuration.
+# Settings of the mode itself, which no key of the configuration holds.
 FIXED: dict[str, dict[str, Any]] = {
     SFT: {"algorithm.name": "sft", "data.kind": "paired"},
-    NFT: {"algorithm.name": "diffusion_nft", "algorithm.std_unbiased": True, "data.kind": "prompts"},
-    DDRL: {"algorithm.name": "ddrl", "algorithm.ratio_norm": "literal", "data.kind": "cosmos"},
+    NFT: {"algorithm.name": "diffusion_nft", "data.kind": "prompts"},
+    DDRL: {
+        "algorithm.name": "ddrl",
+        "algorithm.ratio_norm": "literal",
+        "algorithm.std_unbiased": True,
+        "data.kind": "cosmos",
+    },
     WFM_SFT: {"algorithm.name": "sft", "algorithm.flow_shift": 1.0, "data.kind": "cosmos"},
 }
 
-# Tables whose keys are names of the user's, and therefore one value.
+# Tables that are one value each, because their keys are the user's own names.
 WHOLE = (f"{REMOTE}.reward_fn", "train.optm_lr", "policy.lora.alpha_pattern", "policy.lora.r_pattern", "custom")
 
-# Older and misspelt names: what is meant, and what Cosmos-RL makes of them.
+# Older and misspelt names: the key that is meant, and what Cosmos-RL does with the name.
 MOVED = {"policy.diffusers_config": "policy.diffusers", "policy.diffusers.lora": "policy.lora"}
 MISSPELT = {
     "policy.diffusers.timestep_fraction": (

@@ -1,67 +1,19 @@
-"""How a value of a Cosmos-RL configuration is said in a recipe, where that takes more than another name.
+"""The values of the diffusers trainers' configurations that take more than another name.
 
 The table of the keys, which uses these functions, is in keys.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from wfm_ds.errors import RecipeError
-
-SFT, NFT, DDRL, WFM_SFT = "SFT", "DiffusionNFT", "DDRL", "SFT of the wfm mode"
-
-
-class NoCounterpart(RecipeError):
-    """This value of a key that is otherwise known cannot be said in a recipe; the text is the reason."""
-
-
-@dataclass(slots=True)
-class CosmosConfig:
-    """A configuration with flat dotted keys, what is meant by those it lacks, and what was noted while reading it."""
-
-    mode: str
-    given: dict[str, Any]
-    defaults: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    def __getitem__(self, key: str) -> Any:
-        return self.given[key] if key in self.given else self.defaults[key]
-
-    def has_table(self, prefix: str) -> bool:
-        return any(key.startswith(f"{prefix}.") for key in self.given)
-
-    def note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
-
-    @property
-    def model(self) -> str:
-        """What the configuration calls its model, in lower case."""
-        return str(self.given.get("policy.model_name_or_path", self.given.get("checkpoint.load_path", ""))).lower()
-
-
-Convert = Callable[[Any, CosmosConfig], Any]
-
-
-def one_of(words: Mapping[Any, str]) -> Callable[[Any, CosmosConfig], str]:
-    """A choice by name."""
-
-    def convert(value: Any, _: CosmosConfig) -> str:
-        if value not in words:
-            raise NoCounterpart(f"{value!r} is none of {', '.join(map(str, words))}")
-        return words[value]
-
-    return convert
-
-
-# ---- what takes more than another name
+from wfm_ds.migrate.config import CosmosConfig, NoCounterpart, one_of
 
 
 def folder_of_model(value: str, source: CosmosConfig) -> str:
-    """Recipes read folders: a name on the Hugging Face hub becomes the folder that it is to be downloaded to."""
+    """A folder; a name on the Hugging Face hub becomes the one that it is to be downloaded to."""
+    if not value:
+        raise NoCounterpart("it is empty")
     if value.startswith((".", "/", "~")) or value.count("/") != 1:
         return value
     folder = f"models/{value.rpartition('/')[2]}"
@@ -78,9 +30,35 @@ def resume(value: Any, _: CosmosConfig) -> str:
 def zero_stage(_: Any, source: CosmosConfig) -> str:
     if source["train.fsdp_offload"]:
         return "zero3_offload"
-    return (
-        "zero3" if source["policy.parallelism.dp_shard_size"] != 1 and not source.has_table("policy.lora") else "zero2"
+    if source.has_table("policy.lora"):
+        return "zero2"
+    return sharding(source["policy.parallelism.dp_shard_size"], num_replicas(source), source)
+
+
+def sharding(shards: int, replicas: int, source: CosmosConfig) -> str:
+    """The DeepSpeed JSON for `replicas` of the weights, each cut into `shards` (-1: as many as there are ranks)."""
+    if shards == 1:
+        return "zero2"
+    if replicas == 1:
+        return "zero3"
+    source.note(
+        f"engine.deepspeed zero3_hpz: the {replicas} replicas of the weights, each cut into shards, are one set of "
+        "shards here and a second copy within each node for the backward pass; on a single node take zero3"
     )
+    return "zero3_hpz"
+
+
+def num_replicas(source: CosmosConfig) -> int:
+    """Copies of the sharded model; each may be several shards wide."""
+    return int(
+        source["policy.parallelism.dp_replicate_size"] * source.given.get("policy.parallelism.n_init_replicas", 1)
+    )
+
+
+def data_ranks(source: CosmosConfig) -> int | None:
+    """Ranks that see data of their own; None where the configuration leaves their number to the launcher."""
+    shards = source["policy.parallelism.dp_shard_size"]
+    return int(shards * num_replicas(source)) if shards > 0 else None
 
 
 def learning_rate(value: Any, source: CosmosConfig) -> float:
@@ -95,10 +73,10 @@ def learning_rate(value: Any, source: CosmosConfig) -> float:
 def warmup(value: float, source: CosmosConfig) -> int:
     if isinstance(value, int):
         return value
-    if "train.max_num_steps" not in source.given:
-        raise NoCounterpart("a share of the steps, whose number the configuration does not say")
-    num_steps: int = source["train.max_num_steps"]
-    return round(value * num_steps)
+    num_steps = source.steps or source.given.get("train.max_num_steps")
+    if num_steps is None:
+        raise NoCounterpart("a share of the steps, whose number the configuration does not say: give it with --steps")
+    return round(value * int(num_steps))
 
 
 def schedule(value: str, source: CosmosConfig) -> str:
@@ -138,7 +116,8 @@ def prompts_per_step(_: Any, source: CosmosConfig) -> int:
 
 
 def updates(value: int, source: CosmosConfig) -> int:
-    a_rank = source["train.train_batch_per_replica"] / source["policy.parallelism.dp_shard_size"]
+    ranks = source["policy.parallelism.dp_shard_size"] * source["policy.parallelism.dp_replicate_size"]
+    a_rank = source["train.train_batch_per_replica"] / ranks
     if not value or a_rank % value:
         raise NoCounterpart(f"{value} does not divide the {a_rank:g} samples of a rank")
     return int(a_rank // value)
@@ -170,18 +149,13 @@ def density(value: str, source: CosmosConfig) -> str:
 
 
 def guidance(value: float, source: CosmosConfig) -> float:
-    """diffusers' Cosmos pipelines write v_c + g * (v_c - v_u), the others v_u + w * (v_c - v_u)."""
+    """The w of v_u + w * (v_c - v_u); diffusers' Cosmos pipelines write v_c + g * (v_c - v_u)."""
     if value <= 1:
         return 1.0
     if "cosmos" in source.model:
         source.note(f"sampling.guidance_scale is w = 1 + g: {value:g} there is {1 + value:g} here")
         return 1 + value
     return value
-
-
-def edm_guidance(value: float, source: CosmosConfig) -> float:
-    source.note(f"sampling.guidance_scale is w = 1 + g: {value:g} there is {1 + value:g} here")
-    return 1 + value
 
 
 def solver(_: Any, source: CosmosConfig) -> str:
@@ -210,7 +184,10 @@ def advantage_clip(_: Any, source: CosmosConfig) -> float:
     return float(high)
 
 
-def advantage_std(value: bool, _: CosmosConfig) -> str:
+def advantage_std(value: bool, source: CosmosConfig) -> str:
+    if value and source["train.train_policy.use_remote_reward"]:
+        source.note("algorithm.advantage_std group: with use_remote_reward, Cosmos-RL leaves unbiased_advantage unread")
+        return "group"
     return "none" if value else "group"
 
 
@@ -220,42 +197,10 @@ def lora_targets(value: Any, _: CosmosConfig) -> list[str]:
     return value
 
 
-def named_rewards(value: list[dict[str, Any]], source: CosmosConfig) -> list[dict[str, Any]]:
-    for function in value:
-        key = function.get("score_key", function["name"])
-        if key != function["name"]:
-            source.note(
-                f"reward {function['name']}: score_key {key} is the option `output` of the rewards that have it"
-            )
-    functions = [
-        {
-            "name": function["name"],
-            "weight": function.get("weight", 1.0),
-            "clip": [function.get("clip_min", -5.0), function.get("clip_max", 5.0)],
-        }
-        for function in value
-    ]
-    return known_rewards(functions, source)
-
-
-def weighted_rewards(value: dict[str, float], source: CosmosConfig) -> list[dict[str, Any]]:
-    return known_rewards([{"name": name, "weight": weight} for name, weight in value.items()], source)
-
-
-def known_rewards(functions: list[dict[str, Any]], source: CosmosConfig) -> list[dict[str, Any]]:
-    from wfm_reward import registry
-
-    for name in sorted({f["name"] for f in functions} - set(registry.names())):
-        source.note(
-            f"reward {name} does not come with wfm_ds: write it, or name it remote/{name} to have it from the service "
-            "that computes it there (docs/rewards.md)"
-        )
-    return functions
-
-
-def reward_clip(_: Any, source: CosmosConfig) -> list[float]:
-    source.note("reward.clip saturates rewards beyond it, as there; remove it where a reward is not within it")
-    return [source[f"train.train_policy.remote_reward.reward_clip_{end}"] for end in ("min", "max")]
+def split(value: str | list[str], _: CosmosConfig) -> str:
+    if isinstance(value, list) and len(value) != 1:
+        raise NoCounterpart("data.split is one of them")
+    return value[0] if isinstance(value, list) else value
 
 
 def prompt_file(value: str, source: CosmosConfig) -> str:
@@ -292,74 +237,3 @@ def keep(value: int, _: CosmosConfig) -> int:
 
 def has_console(value: list[str], _: CosmosConfig) -> bool:
     return "console" in [logger.lower() for logger in value]
-
-
-# ---- of the wfm mode
-
-
-def output_of_job(_: Any, source: CosmosConfig) -> str:
-    return "/".join(["outputs", *(str(source[f"job.{part}"]) for part in ("project", "group", "name"))])
-
-
-def groups_of_instances(_: Any, source: CosmosConfig) -> int:
-    """There each copy of the model makes one sample of a group."""
-    samples = source["model.fsdp_shard_size"] * source["model.dp_replicate_size"]
-    if samples % source["model.rl.num_rollout"]:
-        raise NoCounterpart(f"{samples} copies of the model are not whole groups of model.rl.num_rollout")
-    return int(samples // source["model.rl.num_rollout"])
-
-
-def wide(value: list[int], _: CosmosConfig) -> tuple[int, int]:
-    return value[1], value[0]  # width first there
-
-
-def split(value: str | list[str], _: CosmosConfig) -> str:
-    if isinstance(value, list) and len(value) != 1:
-        raise NoCounterpart("data.split is one of them")
-    return value[0] if isinstance(value, list) else value
-
-
-def first(value: list[int], _: CosmosConfig) -> int:
-    return value[0]
-
-
-def callbacks(value: list[dict[str, Any]], _: CosmosConfig) -> tuple[Any, Any]:
-    """The clip of grad_clip, and how often samples are drawn."""
-    found = {str(entry.get("name")): entry.get("args", {}) for entry in value}
-    every = [found[name].get("every_n", 0) for name in ("every_n_sample_ema", "every_n_sample_reg") if name in found]
-    return found.get("grad_clip", {}).get("clip_norm", 1.0), every[0] if every else 0
-
-
-def wfm_validate_every(_: Any, source: CosmosConfig) -> int:
-    return int(source["trainer.validation_iter"]) if source["trainer.run_validation"] else 0
-
-
-def of_data_term(value: bool, source: CosmosConfig) -> bool:
-    if not source["model.rl.data_beta"]:
-        raise NoCounterpart("it is about the diffusion loss, which model.rl.data_beta 0 leaves out")
-    return value
-
-
-def wfm_rewards(_: Any, source: CosmosConfig) -> list[dict[str, Any]]:
-    """Advantages are made of each reward by itself there, so clips are a matter of each function."""
-    table = "model.rl.reward_config"
-    functions: list[dict[str, Any]] = []
-    if source[f"{table}.remote_reward.enabled"]:
-        bounds = [source[f"{table}.remote_reward.reward_clip_{end}"] for end in ("min", "max")]
-        functions.append({"name": source[f"{table}.remote_reward.reward_fn"], "clip": bounds})
-    others = {"aesthetic": "aesthetic", "image_reward": "image_reward", "fake_reward": "mock"}
-    functions += [{"name": ours} for theirs, ours in others.items() if source[f"{table}.{theirs}.enabled"]]
-    if not functions:
-        raise NoCounterpart("no reward is enabled")
-    return known_rewards(functions, source)
-
-
-def caption_dropout(value: list[dict[str, Any]], _: CosmosConfig) -> float:
-    rates = [entry["dropout_rate"] for entry in value if entry.get("type") == "text_attr" and "dropout_rate" in entry]
-    return float(rates[0]) if rates else 0.0
-
-
-def bounded(value: float, _: CosmosConfig) -> float:
-    if float(value) == float("inf"):
-        raise NoCounterpart("no bound, as here where the key is left out")
-    return float(value)

@@ -26,9 +26,12 @@ from wfm_ds.models.base import DiffusionModel, seeded
 from wfm_ds.models.guardrail import Guardrail
 from wfm_ds.models.loading import load_pipeline, read_json, stored_sequence_length
 from wfm_ds.seeds import derive_seed
+from wfm_ds.user_class import import_class
 
 TINY = "tiny:"
 MAKE_TIMEOUT_S = 300.0
+# What a family says of itself besides its methods (models/base.py).
+STATED = ("family", "pipeline_classes", "conditioning_keys", "default_lora_targets", "required_parts", "block_classes")
 
 
 @cache
@@ -45,20 +48,41 @@ def families() -> dict[str, type[DiffusionModel]]:
     return found
 
 
-def family_of(folder: Path) -> type[DiffusionModel]:
-    """The family whose pipeline class the folder's model_index.json names. ModelError if there is none."""
+def family_of(folder: Path, own: str | None = None) -> type[DiffusionModel]:
+    """The family whose pipeline class the folder's model_index.json names. ModelError if there is none.
+
+    `own`: the recipe's model.family, a class of the user's that is to serve this folder.
+    """
     name = read_json(folder / "model_index.json").get("_class_name")
+    if own is not None:
+        return own_family(own, folder, name)
     for family in families().values():
         if name in family.pipeline_classes:
             return family
     known = sorted(name for family in families().values() for name in family.pipeline_classes)
-    raise ModelError(f"{folder}: pipelines of class {name} are not supported; supported: {', '.join(known)}")
+    raise ModelError(
+        f"{folder}: pipelines of class {name} are not supported; supported: {', '.join(known)}, and those of a "
+        "family of your own (model.family)"
+    )
 
 
-def resolve(path: str | Path) -> Path:
+def own_family(path: str, folder: Path, pipeline_class: Any) -> type[DiffusionModel]:
+    family: type[DiffusionModel] = import_class(path, DiffusionModel, key="model.family", error=ModelError)
+    if lacking := [name for name in STATED if not hasattr(family, name)]:
+        raise ModelError(f"model.family {path}: the class does not set {', '.join(lacking)}")
+    if pipeline_class not in family.pipeline_classes:
+        raise ModelError(
+            f"model.family {path}: {folder} is a {pipeline_class}, and the class serves "
+            f"{', '.join(family.pipeline_classes)}"
+        )
+    return family
+
+
+def resolve(path: str | Path, own: str | None = None) -> Path:
     """The folder of a supported pipeline: `path` itself, or, for `tiny:FAMILY`, one that is made once in the cache.
 
     Reads model_index.json only. ModelError if the folder is missing, unreadable, no pipeline, or of no known family.
+    `own`: see family_of.
     """
     if str(path).startswith(TINY):
         return cached_tiny(str(path).removeprefix(TINY))
@@ -72,7 +96,7 @@ def resolve(path: str | Path) -> Path:
         raise ModelError(
             f"{folder} has no model_index.json; model.path must name the top folder of a diffusers pipeline"
         )
-    family_of(folder)
+    family_of(folder, own)
     return folder
 
 
@@ -123,6 +147,7 @@ def load(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
+    own_family: str | None = None,
     max_sequence_length: int | None = None,
     prompt_template: str | None = None,
     guardrail: Guardrail = "stock",
@@ -131,6 +156,7 @@ def load(
     """Load a pipeline, offline and from safetensors only, with its denoiser in `dtype`, on `device`.
 
     The VAE is float32; text encoders are bfloat16 on CUDA beside a bfloat16 denoiser, else float32.
+    own_family: a class of the user's that serves this pipeline, as `package.module:Class`.
     max_sequence_length, prompt_template: unset, what call.json in the folder says, else the stock pipeline's default.
     guardrail: "stock" keeps the safety checker of a pipeline that has one, "off" does without.
     mapped: leave the denoiser on the CPU and, if all its weights are stored in one dtype, in that one: pages of the
@@ -138,8 +164,8 @@ def load(
     ModelError as for `resolve`, if a part is missing, damaged or does not fit its config, and for a guardrail to
     switch off or a prompt template to choose that the family does not have.
     """
-    folder, device = resolve(path), torch.device(device)
-    family = family_of(folder)
+    folder, device = resolve(path, own_family), torch.device(device)
+    family = family_of(folder, own_family)
     if guardrail == "off" and not family.has_guardrail:
         raise ModelError(f"{folder}: {family.family} has no guardrail to switch off; remove model.guardrail")
     if prompt_template is not None and prompt_template not in family.prompt_templates:

@@ -59,7 +59,7 @@ class Meter:
 
 
 class Stopwatch:
-    """Seconds by phase; `collect` gives those of the slowest rank as `time/<phase>` and starts the next step."""
+    """Seconds by phase; `lap` gives them as `time/<phase>` and starts the next step."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
@@ -73,14 +73,14 @@ class Stopwatch:
         finally:
             self._seconds[phase] += time.monotonic() - began
 
-    def collect(self, world: World) -> dict[str, float]:
-        """Collective; every rank has timed the same phases."""
+    def lap(self) -> dict[str, float]:
+        """Seconds of this rank; every rank has timed the same phases."""
         now = time.monotonic()
         seconds = {f"time/{phase}": s for phase, s in sorted(self._seconds.items())} | {
             "time/step": now - self._started
         }
         self.restart()
-        return world.maxima(seconds)
+        return seconds
 
     def restart(self) -> None:
         """Forget what was timed so far: it belongs to no step."""

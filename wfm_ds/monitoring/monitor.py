@@ -54,6 +54,7 @@ class Monitor:
         screen = open_console() if console else None
         self._progress = LineProgress(total_steps) if screen is None else ConsoleProgress(screen, total_steps)
         self._warned: set[str] = set()
+        self._last: list[str] = []
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """One line `{"step", "time", tags...}` in metrics.jsonl, at once on disk, and a point per tag in TensorBoard.
@@ -109,12 +110,19 @@ class Monitor:
         if self._open:
             log.info("%s", text)
 
+    def last_message(self, text: str) -> None:
+        """Lines for people to copy: logged when the monitor is closed. A live progress line would wrap them."""
+        if self._open:
+            self._last.append(text)
+
     def close(self) -> None:
-        """Show the last progress and close all files; the second call does nothing."""
+        """Show the last progress and the last messages, and close all files; the second call does nothing."""
         if not self._open:
             return
         self._open = False
         self._progress.close()
+        for text in self._last:
+            log.info("%s", text)
         self._metrics.close()
         if self._writer is not None:
             self._writer.close()

@@ -1,7 +1,7 @@
 """A client's side: submit tasks, take their outcomes. One thread talks to the hub; nothing here blocks on a socket.
 
 The client is the source of truth: it repeats a submission until it is accepted, and submits everything unfinished again
-when the hub has been restarted. Every task ends in exactly one Outcome, or is cancelled.
+when the hub has been restarted. Every task ends in exactly one TaskOutcome, or is cancelled.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TaskRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TaskOutcome:
     """How a task ended: `meta` is what the worker returned, or `reason` says why there is nothing."""
 
     id: str
@@ -98,10 +98,10 @@ class PipeClient:
         self._identity = {"run": run, "client": client, "epoch": time.time_ns()}
         self._commands: Mailbox[Callable[[], None]] = Mailbox()
         self._changed = threading.Condition()
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[TaskOutcome] = []
         self._stopping = False
         self._silent_s = 0.0
-        self._trouble = "it has not been tried yet"
+        self._trouble = "no attempt to connect has been made yet"
         self._refused_at_s = float("-inf")  # the last time that this was seen
         # Owned by the talking thread:
         self._context: zmq.Context[Any] = zmq.Context()
@@ -145,7 +145,7 @@ class PipeClient:
         submission.encode(MAX_MID, self.now_s())  # as large as its header can become
         self._commands.put(lambda: self._add(submission))
 
-    def take(self, timeout_s: float) -> list[Outcome]:
+    def take(self, timeout_s: float) -> list[TaskOutcome]:
         """Outcomes since the last call; waits up to timeout_s for the first."""
         with self._changed:
             self._changed.wait_for(lambda: self._outcomes, max(0.0, timeout_s))
@@ -153,7 +153,7 @@ class PipeClient:
         return taken
 
     def cancel(self, ids: Iterable[str]) -> None:
-        """Nobody waits for these any more; they get no outcome (one may be on its way already)."""
+        """Withdraw tasks; they get no outcome (one may be on its way already)."""
         wanted = list(ids)
         if wanted:
             self._commands.put(lambda: self._cancel(wanted))
@@ -181,11 +181,11 @@ class PipeClient:
         return self._clock.now_s if self._thread.is_alive() else time.monotonic()
 
     def silent_s(self) -> float:
-        """How long the hub has not been heard of, judged after everything that arrived was read."""
+        """Seconds since the hub was heard, taken after everything that had arrived was read."""
         return self._silent_s
 
     def trouble(self) -> str:
-        """What is wrong while the hub is silent."""
+        """The reason why the hub is silent, as far as it is known."""
         return self._trouble
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -210,7 +210,7 @@ class PipeClient:
         return messages
 
     def _await_all(self, wanted: Set[str], silence_s: float) -> bool:
-        """Whether they have arrived; False when for silence_s none of them did. Under self._changed."""
+        """True when all have arrived, False when none has arrived for silence_s. Under self._changed."""
         while lacking := wanted - self._arrived.keys():
             if not self._changed.wait_for(functools.partial(self._any_of, lacking), silence_s):
                 return False
@@ -317,7 +317,7 @@ class PipeClient:
             self._accepted(fields, now_s)
         elif message.type == "finished":
             for item in fields["items"]:
-                self._finish(Outcome(item["id"], item["ok"], item["seconds"], item["meta"], item["reason"]))
+                self._finish(TaskOutcome(item["id"], item["ok"], item["seconds"], item["meta"], item["reason"]))
             if fields["items"]:
                 if fields["after"] <= self._seq:  # else something is missing, and the hub will repeat all since then
                     self._seq = max(self._seq, fields["items"][-1]["seq"])
@@ -357,13 +357,13 @@ class PipeClient:
             if why == "full" and task_id in self._where:
                 self._where[task_id].retry_at_s = now_s + FULL_S
             elif task_id in self._where:
-                self._finish(Outcome(task_id, False, 0.0, {}, f"refused: {why}"))
+                self._finish(TaskOutcome(task_id, False, 0.0, {}, f"refused: {why}"))
 
     def _add(self, submission: _Submission) -> None:
         self._submissions.append(submission)
         self._where.update(dict.fromkeys(submission.open, submission))
 
-    def _finish(self, outcome: Outcome) -> None:
+    def _finish(self, outcome: TaskOutcome) -> None:
         if self._drop(outcome.id):  # else a repetition
             with self._changed:
                 self._outcomes.append(outcome)
@@ -387,7 +387,7 @@ class PipeClient:
         self._repeat_releases(self._clock.now_s)
 
     def _repeat_releases(self, now_s: float) -> None:
-        """What the hub has not confirmed: a message that is lost would leave it with tensors for good."""
+        """Repeat what the hub has not confirmed: after a lost message it would keep the tensors for good."""
         due = [task_id for task_id, sent_at_s in self._releasing.items() if now_s - sent_at_s > RELEASE_AGAIN_S]
         for some in chunks(due, IDS_PER_MESSAGE):
             if not self._send("release", {"ids": some}):
@@ -408,7 +408,7 @@ class PipeClient:
         return self._send_frames(wire.encode(message_type, next(self._mids), fields))
 
     def _send_frames(self, header: bytes, payload: Sequence[Buffer] = ()) -> bool:
-        """Whether a hub is there to take it. If not, attach again: it may be another one when it is back."""
+        """Send; False if no hub is there to take it. Then attach again: it may be another hub when it is back."""
         try:
             if self._dealer is not None:
                 self._dealer.send(header, payload)

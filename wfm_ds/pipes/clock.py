@@ -1,4 +1,4 @@
-"""The time that a process has been there to look: who was stopped himself must not call others silent or late."""
+"""The time for which a process was running: one that was stopped itself must not call others silent or late."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ MAX_STEP_S = 2.0  # between two looks of a thread that looks several times a sec
 
 
 class OwnClock:
-    """Seconds like those of the clock it is shown, but standing still while its owner did not look at it."""
+    """A clock that stands still while its owner does not look at it."""
 
     def __init__(self, now_s: float) -> None:
         self.now_s = now_s

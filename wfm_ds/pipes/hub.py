@@ -30,7 +30,7 @@ from wfm_ds.pipes.port import Port
 from wfm_ds.pipes.sockets import Mailbox, Router, authenticator
 from wfm_ds.pipes.spool import Spool
 from wfm_ds.pipes.status import Ended, HubStatus, ignore
-from wfm_ds.pipes.tasks import Completion, Task, Work
+from wfm_ds.pipes.tasks import Completion, Task, TaskPayload
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ TICK_MS = 200  # the resolution of stalls and deadlines
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What the hub needs to know of a kind of task, and what it tells clients of it."""
+    """A kind of task: what the hub needs to know, and what it tells clients."""
 
     stall_s: float  # a lease without progress for this long is given to another worker
     info: Mapping[str, Any]  # plain values, for `attached`
@@ -87,7 +87,7 @@ class Hub:
         self._questions: deque[Future[HubStatus]] = deque()
         self._closed = False  # nothing more is answered
         self._context: zmq.Context[Any] = zmq.Context()
-        self._clock = OwnClock(time.monotonic())  # a hub that was stopped blames nobody for it
+        self._clock = OwnClock(time.monotonic())  # the time for which the hub itself was stopped does not count
         self._routers: list[Router] = []
         self._ports: list[Port] = []
         try:
@@ -121,20 +121,19 @@ class Hub:
         self._thread.start()
 
     def alive(self) -> bool:
-        """False once it stopped, or died of `error`."""
+        """False once the hub has stopped, or failed with `error`."""
         return self._thread.is_alive()
 
     def worker_lost(self, worker: str, why: str) -> None:
-        """Its supervisor saw the process end: requeue what it held, now."""
+        """Requeue at once what a worker held, whose process has ended."""
         self._commands.put(lambda: self._workers.lose(worker, why))
 
     def kind_down(self, kind: str, why: str) -> None:
-        """Its supervisor gave up: fail its tasks at once."""
+        """Fail all tasks of a kind whose workers are given up."""
         self._commands.put(lambda: self._ledger.kind_down(kind, why))
 
     def announce(self, note: Mapping[str, Any], files: Mapping[str, Path]) -> None:
-        """From here on each task is leased together with this note of plain values, and clients may read these files
-        by their names."""
+        """Lease each task from here on with this note of plain values, and let clients read these files by name."""
         self._commands.put(lambda: self._announce(note, files))
 
     def dismiss_workers(self, why: str) -> None:
@@ -143,11 +142,11 @@ class Hub:
         self._commands.put(lambda: self._workers.dismiss(why))
 
     def workers(self) -> list[str]:
-        """The ids of those that are connected, as of a moment ago."""
+        """The ids of the connected workers, as of a moment ago."""
         return self._workers.ids()
 
     def status(self) -> Future[HubStatus]:
-        """How things stand, from the hub's own thread within TICK_MS or so. Cancelled if the hub has stopped."""
+        """The state of the hub, given by its own thread within about TICK_MS. Cancelled if the hub has stopped."""
         answer: Future[HubStatus] = Future()
         self._questions.append(answer)
         self._commands.put(self._answer)
@@ -179,9 +178,9 @@ class Hub:
         return HubStatus(kinds, workers, clients, counts, rejected, self._ledger.held_bytes)
 
     def _observe(self, task: Task, completion: Completion) -> None:
-        work: Work = task.payload
-        waited_s = max(0.0, self._clock.now_s - work.submitted_at_s - completion.seconds)
-        self._observer(Ended(task.kind, work.rows, work.specs, work.frames, completion, waited_s))
+        payload: TaskPayload = task.payload
+        waited_s = max(0.0, self._clock.now_s - payload.submitted_at_s - completion.seconds)
+        self._observer(Ended(task.kind, payload.rows, payload.specs, payload.frames, completion, waited_s))
 
     def _bound(self, endpoint: str, expected: frozenset[str], keys: HubKeys | None) -> Port:
         router = Router(self._context, endpoint, keys)

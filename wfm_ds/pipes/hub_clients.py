@@ -1,4 +1,4 @@
-"""The clients' side of a hub: who is attached, what they submit, what they are told and may read.
+"""The clients' side of a hub: attached clients, their submissions, what they are told and may read.
 
 It meets the workers' side in the ledger and in the spool. The hub's thread alone uses it.
 """
@@ -19,7 +19,7 @@ from wfm_ds.pipes.messages import REASON_CHARS
 from wfm_ds.pipes.port import Port
 from wfm_ds.pipes.sockets import key_of
 from wfm_ds.pipes.spool import NotHeld, Spool, run_of
-from wfm_ds.pipes.tasks import Admission, Completion, Refused, Task, Work
+from wfm_ds.pipes.tasks import Admission, Completion, Refused, Task, TaskPayload
 from wfm_ds.pipes.wire import HEADER_BYTES, Message, TensorSpec, WireError
 
 SILENT_CLIENT_S = 300.0  # then its tasks are dropped
@@ -38,7 +38,7 @@ class _Client:
 
 
 class Clients:
-    """Those that attached, by route and by *owner*, RUN/CLIENT, which is what the ledger and the spool know them by."""
+    """The attached clients, by route and by *owner*, RUN/CLIENT: their name in the ledger and in the spool."""
 
     def __init__(
         self,
@@ -49,15 +49,15 @@ class Clients:
         kinds: Mapping[str, Mapping[str, Any]],
         cancel: Callable[[str, str, str], None],
     ) -> None:
-        """`kinds`: what clients are told of each kind of task. `cancel` is told (worker, task id, why) of a task that
-        nobody waits for any more and that this worker works on."""
+        """`kinds`: what clients are told of each kind of task. `cancel` is called with (worker, task id, why) for a
+        withdrawn task that this worker works on."""
         self._port, self._ledger, self._spool = port, ledger, spool
         self._kinds, self._cancel = kinds, cancel
         self._owner_of: dict[bytes, str] = {}
         self._attached: dict[str, _Client] = {}
 
     def silences(self, now_s: float) -> dict[str, float]:
-        """By owner, seconds since it was heard of."""
+        """Seconds since each client was heard, by owner."""
         return {owner: now_s - client.seen_at_s for owner, client in self._attached.items()}
 
     def receive(self, now_s: float) -> None:
@@ -105,7 +105,7 @@ class Clients:
     def _answer_with(
         self, route: bytes, name: str, read: Callable[[], tuple[Sequence[TensorSpec], Sequence[Any]]]
     ) -> None:
-        """What was asked for, or why there is none. A full pipe drops it: the client asks again."""
+        """Send the payload, or the reason why there is none. A full pipe drops it: the client asks again."""
         try:
             specs, payload = read()
         except NotHeld as error:
@@ -155,9 +155,9 @@ class Clients:
             part = slice(fields["start"], fields["stop"])
             specs = message.specs[part]
             frames = payload[frame_at[part.start] : frame_at[part.stop]] if specs else []
-            work = Work(rows[part], specs, tuple(frames), now_s)
+            held = TaskPayload(rows[part], specs, tuple(frames), now_s)
             num_bytes, num_rows = sum(spec.nbytes for spec in specs), part.stop - part.start
-            task = Task(fields["id"], owner, fields["kind"], num_bytes, now_s + fields["deadline_s"], work, num_rows)
+            task = Task(fields["id"], owner, fields["kind"], num_bytes, now_s + fields["deadline_s"], held, num_rows)
             try:
                 admission = self._ledger.submit(task)
                 answers.append(("ids" if admission is Admission.NEW else "known", task.id))

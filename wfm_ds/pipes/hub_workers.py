@@ -1,4 +1,4 @@
-"""The workers' side of a hub: who is connected, what is on its way to whom, who hangs or is lost.
+"""The workers' side of a hub: connected workers, tasks on their way to them, workers that hang or are lost.
 
 It meets the clients' side in the ledger and in the spool. The hub's thread alone uses it, but for `ids`.
 """
@@ -19,7 +19,7 @@ from wfm_ds.pipes.messages import META_BYTES, REASON_CHARS
 from wfm_ds.pipes.port import Port
 from wfm_ds.pipes.sockets import Full, Unreachable, key_of
 from wfm_ds.pipes.spool import Spool
-from wfm_ds.pipes.tasks import Grant, Verdict, Work
+from wfm_ds.pipes.tasks import Grant, ReportStatus, TaskPayload
 from wfm_ds.pipes.wire import Message, WireError
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class _Worker:
 
 
 class Workers:
-    """Those that said hello, by id and by route, each with the tasks that it is still to be sent."""
+    """The connected workers, by id and by route, each with the tasks that are still to be sent to it."""
 
     def __init__(
         self,
@@ -64,14 +64,14 @@ class Workers:
         self._connected: dict[str, _Worker] = {}
 
     def ids(self) -> list[str]:
-        """Of those that are connected, as of a moment ago; for any thread."""
+        """The ids of the connected workers, as of a moment ago; for any thread."""
         return sorted(self._connected)
 
     def receive(self, now_s: float) -> None:
         self._port.receive(self._on_message, now_s)
 
     def lose(self, worker: str, why: str) -> None:
-        """It died, hangs or cannot be reached: its tasks may be to blame, but for those that were not sent."""
+        """Requeue what a worker held that died, hangs or cannot be reached. Tasks that were sent may be the cause."""
         if worker in self._connected:
             self._ledger.not_sent(worker, [letter.task_id for letter in self._connected[worker].outbox])
         for task_id in self._ledger.worker_lost(worker, why):
@@ -100,11 +100,11 @@ class Workers:
             self._flush(worker)
 
     def cancel(self, worker: str, task_id: str, why: str) -> None:
-        """Nobody waits for this task, which it works on."""
+        """Tell a worker that the task it works on was withdrawn."""
         self._send(worker, "cancel", {"ids": [task_id], "why": why})
 
     def dismiss(self, why: str) -> None:
-        """There will be no more work."""
+        """Tell all workers that there will be no more work."""
         for worker in list(self._connected):
             self._send(worker, "bye", {"why": why})
 
@@ -131,8 +131,8 @@ class Workers:
                 log.info("task %s was with a worker that leaves: %s", task_id, fields["why"])
             self._forget(worker)
         else:
-            told = self._ledger.failed(worker, fields["id"], fields["attempt"], fields["reason"], fields["fatal"])
-            if told is Verdict.ACCEPTED:  # a peer may say it again and again, and of tasks that it does not have
+            status = self._ledger.failed(worker, fields["id"], fields["attempt"], fields["reason"], fields["fatal"])
+            if status is ReportStatus.ACCEPTED:  # a peer may say it again and again, and of tasks that it does not have
                 log.warning("worker %s failed at %s: %s\n%s", worker, fields["id"], fields["reason"], fields["detail"])
             self._port.send(route, "ack", {"ids": [fields["id"]]})
 
@@ -160,8 +160,8 @@ class Workers:
             self._ledger.failed(worker, fields["id"], fields["attempt"], reason, fatal=True)
             return
         owner = self._ledger.owner_of(fields["id"])
-        verdict = self._ledger.result(worker, fields["id"], fields["attempt"], fields["seconds"], fields["meta"])
-        if message.specs and owner is not None and verdict in (Verdict.ACCEPTED, Verdict.LATE):
+        status = self._ledger.result(worker, fields["id"], fields["attempt"], fields["seconds"], fields["meta"])
+        if message.specs and owner is not None and status in (ReportStatus.ACCEPTED, ReportStatus.LATE):
             self._spool.put(fields["id"], owner, message.specs, payload)
 
     def _forget(self, worker: str) -> None:
@@ -176,16 +176,16 @@ class Workers:
             self._port.send(self._connected[worker].route, message_type, fields)
 
     def _queue(self, grant: Grant) -> None:
-        work: Work = grant.task.payload
-        fields = {"id": grant.task.id, "attempt": grant.attempt, "kind": grant.task.kind, "rows": work.rows}
+        payload: TaskPayload = grant.task.payload
+        fields = {"id": grant.task.id, "attempt": grant.attempt, "kind": grant.task.kind, "rows": payload.rows}
         fields["note"] = dict(self.note)
         try:
-            header = self._port.encode("task", fields, work.specs)
+            header = self._port.encode("task", fields, payload.specs)
         except WireError as error:  # rows that fitted their submission, but not together with the note
             why = f"cannot be sent: {error}"[:REASON_CHARS]
             self._ledger.failed(grant.worker, grant.task.id, grant.attempt, why, fatal=True)
             return
-        self._connected[grant.worker].outbox.append(_Letter(grant.task.id, header, work.frames))
+        self._connected[grant.worker].outbox.append(_Letter(grant.task.id, header, payload.frames))
 
     def _flush(self, worker: str) -> None:
         route, outbox = self._connected[worker].route, self._connected[worker].outbox

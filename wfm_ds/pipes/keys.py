@@ -34,7 +34,7 @@ SECRET, PUBLIC = ".key_secret", ".key"
 
 
 class KeyFileError(UserError):
-    """A key file is missing, readable by others, or none."""
+    """A key file is missing, readable by others, or not a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +57,14 @@ class HubKeys:
 
     @property
     def insider(self) -> ClientKeys:
-        """Those of processes on the hub's own side, which always may."""
+        """The keys of processes on the hub's own side, which may always connect."""
         return ClientKeys(self.public, self.secret, self.public, HUB)
 
 
 def hub_keys(folder: Path) -> HubKeys:
-    """A hub's. The keys in public/ are read whenever somebody connects: add or remove files at any time.
+    """The keys of a hub. Those in public/ are read at each connection: add or remove files at any time.
 
-    Raises KeyFileError, also for a file in public/ that is no key. One that is none later lets nobody in and is logged.
+    Raises KeyFileError, also for a file in public/ that is not a key. One that is damaged later is logged and ignored.
     """
     public, secret = _pair(folder / f"{HUB}{SECRET}")
     for path in _listed(folder):
@@ -98,7 +98,7 @@ def _readable(folder: Path, complaints: Throttle) -> set[bytes]:
 
 
 def client_keys(folder: Path) -> ClientKeys:
-    """A client's or a worker's, or in a hub's folder the hub's own. Raises KeyFileError."""
+    """The keys of a client or a worker; in a hub's folder, the hub's own. Raises KeyFileError."""
     secrets = [path for path in folder.glob(f"*{SECRET}") if path.name != f"{HUB}{SECRET}"]
     if not secrets and (folder / f"{HUB}{SECRET}").exists():
         return hub_keys(folder).insider
@@ -115,7 +115,7 @@ def client_keys(folder: Path) -> ClientKeys:
 def new(folder: Path, name: str) -> tuple[Path, Path]:
     """Make a pair: (secret file, public file). Raises KeyFileError if one of that name is there."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
-        raise KeyFileError(f"{name!r} is no name for a key: use letters, digits, - and _")
+        raise KeyFileError(f"{name!r} is not a name for a key: use letters, digits, - and _")
     secret_file, public_file = folder / f"{name}{SECRET}", folder / "public" / f"{name}{PUBLIC}"
     public, secret = zmq.curve_keypair()
     try:

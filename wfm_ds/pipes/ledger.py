@@ -1,4 +1,4 @@
-"""Who works on what: leases, credit, attempts, duplicates. A pure state machine: no clock, no socket, no log.
+"""Tasks and the workers they are leased to: credit, attempts, duplicates. A pure state machine, without a clock.
 
     WAITING --lease--> LEASED --result--> DONE --release--> gone (its id is remembered)
        ^                 |  `--failed for good, or attempts used up--> QUARANTINED --release--> gone
@@ -14,63 +14,18 @@ A worker that says goodbye, or that the task never reached, costs none.
 
 from __future__ import annotations
 
-import heapq
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from wfm_ds.pipes.tasks import Admission, Completion, Grant, Refused, State, Task, Verdict
+from wfm_ds.pipes.agenda import Agenda
+from wfm_ds.pipes.records import Entry, Lease, LeaseHolder, Submitter
+from wfm_ds.pipes.tasks import Admission, Completion, Grant, Refused, ReportStatus, State, Task
 
 MAX_ATTEMPTS = 3
 MAX_REMEMBERED = 65536  # ids of finished work, for each owner
-
-
-@dataclass(slots=True)
-class _Entry:
-    task: Task
-    order: int  # kept for life: a requeued task is leased before younger ones
-    state: State = State.WAITING
-    attempt: int = 0  # how often it was leased: which lease a worker speaks of
-    failures: int = 0
-    worker: str | None = None
-    tried: set[str] = field(default_factory=set)
-    reasons: list[str] = field(default_factory=list)  # of the failures
-    suspect: bool = False  # it failed, or its worker died or hung
-
-
-@dataclass(slots=True)
-class _Lease:
-    attempt: int
-    rows: int
-    alone: bool
-    stall_s: float
-    progress_at_s: float
-    done: int = 0
-    void: bool = False
-    stalled_at_s: float = float("-inf")  # when it was said to have stalled, the last time
-
-
-@dataclass(slots=True)
-class _Worker:
-    kinds: frozenset[str]
-    credit: int
-    leases: dict[str, _Lease] = field(default_factory=dict)
-
-    def takes(self, rows: int, *, alone: bool) -> bool:
-        """Whether a task fits beside what it holds. One that may have killed a worker is held alone, so that it takes
-        no other task along a second time."""
-        if not self.leases:
-            return True
-        alone = alone or any(lease.alone for lease in self.leases.values())
-        return not alone and sum(lease.rows for lease in self.leases.values()) + rows <= self.credit
-
-
-@dataclass(slots=True)
-class _Owner:
-    last_seq: int = 0
-    completions: dict[str, Completion] = field(default_factory=dict)  # by task id, in order of seq
-    gone: dict[str, None] = field(default_factory=dict)  # an ordered set
 
 
 class Ledger:
@@ -97,12 +52,13 @@ class Ledger:
         self.leasing = True  # False while draining
         self.counts: Counter[str] = Counter()
         self.held_bytes = 0
-        self._entries: dict[str, _Entry] = {}
-        self._waiting: dict[str, list[tuple[int, str]]] = {kind: [] for kind in stall_s}  # heaps, cleaned when read
-        self._num_waiting: Counter[str] = Counter()  # by kind
+        self._entries: dict[str, Entry] = {}
+        self._waiting: dict[str, Agenda[str]] = {kind: Agenda() for kind in stall_s}  # by order of submission
+        self._deadlines: Agenda[str] = Agenda()  # of the tasks that wait
+        self._stalls: Agenda[tuple[str, str]] = Agenda()  # when a worker's lease will have stalled, void ones too
         self._on_end = on_end
-        self._workers: dict[str, _Worker] = {}
-        self._owners: dict[str, _Owner] = {}
+        self._workers: dict[str, LeaseHolder] = {}
+        self._owners: dict[str, Submitter] = {}
         self._down: dict[str, str] = {}
         self._order = 0
 
@@ -110,7 +66,7 @@ class Ledger:
 
     def submit(self, task: Task) -> Admission:
         """Idempotent. Raises Refused for an undeclared kind, somebody else's id, or when full."""
-        entry, owner = self._entries.get(task.id), self._owners.setdefault(task.owner, _Owner())
+        entry, owner = self._entries.get(task.id), self._owners.setdefault(task.owner, Submitter())
         if entry is not None and entry.task.owner != task.owner:
             raise Refused("this id belongs to another client")
         if entry is not None or task.id in owner.gone:
@@ -120,11 +76,12 @@ class Ledger:
         if task.num_bytes > self.max_bytes:
             raise Refused(f"{task.num_bytes} bytes, this hub holds {self.max_bytes} at most")
         most = self.max_waiting_of.get(task.kind, self.max_waiting)
-        crowded = self._num_waiting[task.kind] >= most or self._num_waiting.total() >= self.max_waiting
+        crowded = len(self._waiting[task.kind]) >= most or len(self._deadlines) >= self.max_waiting
         if crowded or self.held_bytes + task.num_bytes > self.max_bytes:
             raise Refused("full")
         self._order += 1
-        self._entries[task.id] = _Entry(task, self._order)
+        self._entries[task.id] = Entry(task, self._order)
+        owner.tasks[task.id] = None
         self.held_bytes += task.num_bytes
         self.counts["submitted"] += 1
         self._enqueue(self._entries[task.id])
@@ -133,47 +90,46 @@ class Ledger:
         return Admission.NEW
 
     def completions(self, owner: str, after_seq: int) -> list[Completion]:
-        """What has finished and is not released yet, oldest first."""
+        """Completions that are not released yet, oldest first."""
         known = self._owners.get(owner)
-        return [c for c in known.completions.values() if c.seq > after_seq] if known else []
+        newest_first = reversed(known.completions.values()) if known else ()
+        return list(itertools.takewhile(lambda c: c.seq > after_seq, newest_first))[::-1]
 
     def release(self, owner: str, up_to_seq: int) -> None:
-        """The submitter has these completions: forget all but their ids."""
-        known = self._owners.get(owner)
-        for completion in list(known.completions.values()) if known else []:
-            if completion.seq > up_to_seq:
-                break
-            self._remove(self._entries[completion.id], "released")
+        """Forget completions that the submitter has, all but their ids."""
+        completions = self._owners[owner].completions if owner in self._owners else {}
+        while completions and (oldest := next(iter(completions.values()))).seq <= up_to_seq:
+            self._remove(self._entries[oldest.id], "released")
 
     def cancel(self, owner: str, ids: Iterable[str]) -> list[tuple[str, str]]:
-        """Drop tasks that nobody waits for. Returns (worker, id) of those being worked on; unknown ids are ignored."""
+        """Drop withdrawn tasks; unknown ids are ignored. Returns (worker, id) of those being worked on."""
         running = []
         for task_id in ids:
             entry = self._entries.get(task_id)
             if entry is not None and entry.task.owner == owner:
                 if entry.worker is not None:
                     running.append((entry.worker, task_id))
-                self._remove(entry, "cancelled" if entry.state in (State.WAITING, State.LEASED) else "released")
+                self._remove(entry, "cancelled" if entry.open else "released")
         return running
 
     def forget(self, owner: str) -> list[tuple[str, str]]:
-        """Everything of a submitter that left or started anew, remembered ids too."""
-        ids = [entry.task.id for entry in self._entries.values() if entry.task.owner == owner]
-        running = self.cancel(owner, ids)
+        """Drop everything of a submitter that left or started anew, remembered ids too."""
+        known = self._owners.get(owner)
+        running = self.cancel(owner, list(known.tasks)) if known else []
         self._owners.pop(owner, None)
         return running
 
     def kind_down(self, kind: str, why: str) -> None:
-        """Nobody will do this kind: what waits and what comes fails at once, by name."""
+        """Fail tasks of this kind, waiting and future ones, with this reason."""
         self._down[kind] = why
-        for entry in [e for e in self._entries.values() if e.task.kind == kind and e.state is State.WAITING]:
+        while entry := self._oldest_waiting(kind):
             self._finish(entry, State.QUARANTINED, reason=why)
 
     # Workers
 
     def worker_up(self, worker: str, kinds: frozenset[str], credit: int, held: Iterable[str]) -> None:
-        """A worker said hello, perhaps again: leases on what it does not hold were lost on the way, and requeue."""
-        known = self._workers.setdefault(worker, _Worker(kinds, credit))
+        """Book a worker's hello, perhaps a repeated one. Leases on tasks that it does not hold requeue."""
+        known = self._workers.setdefault(worker, LeaseHolder(kinds, credit))
         known.kinds, known.credit = kinds, credit
         for task_id in known.leases.keys() - set(held):
             self._give_back(worker, task_id)
@@ -183,13 +139,13 @@ class Ledger:
         grants = []
         for kind in self._waiting if self.leasing else ():
             while (entry := self._oldest_waiting(kind)) and (worker := self._free_worker(entry)):
-                heapq.heappop(self._waiting[kind])
+                self._stop_waiting(entry)
                 entry.state, entry.worker = State.LEASED, worker
                 entry.attempt += 1
                 entry.tried.add(worker)
-                self._num_waiting[kind] -= 1
-                lease = _Lease(entry.attempt, entry.task.rows, entry.suspect, self.stall_s[kind], now_s)
+                lease = Lease(entry.attempt, entry.task.rows, entry.suspect, self.stall_s[kind], now_s)
                 self._workers[worker].leases[entry.task.id] = lease
+                self._stalls.put((worker, entry.task.id), now_s + lease.stall_s)
                 grants.append(Grant(worker, entry.task, entry.attempt))
         return grants
 
@@ -199,31 +155,32 @@ class Ledger:
         lease = known.leases.get(task_id) if known else None
         if lease is not None and lease.attempt == attempt and done > lease.done:
             lease.done, lease.progress_at_s = done, now_s
+            self._stalls.put((worker, task_id), now_s + lease.stall_s)
 
-    def result(self, worker: str, task_id: str, attempt: int, seconds: float, meta: Mapping[str, Any]) -> Verdict:
-        """Whatever the verdict, the worker may forget its copy."""
+    def result(self, worker: str, task_id: str, attempt: int, seconds: float, meta: Mapping[str, Any]) -> ReportStatus:
+        """Book a result; whatever becomes of it, the worker may forget its copy."""
         current = self._take_lease(worker, task_id)
         entry = self._entries.get(task_id)
         if entry is None:
             gone = any(task_id in owner.gone for owner in self._owners.values())
-            return self._count(Verdict.DUPLICATE if gone else Verdict.UNKNOWN)
+            return self._count(ReportStatus.DUPLICATE if gone else ReportStatus.UNKNOWN)
         if entry.state in (State.DONE, State.QUARANTINED):
-            return self._count(Verdict.DUPLICATE)
+            return self._count(ReportStatus.DUPLICATE)
         self._finish(entry, State.DONE, worker=worker, seconds=seconds, meta=meta, attempt=attempt)
-        return self._count(Verdict.ACCEPTED if current else Verdict.LATE)
+        return self._count(ReportStatus.ACCEPTED if current else ReportStatus.LATE)
 
-    def failed(self, worker: str, task_id: str, attempt: int, reason: str, fatal: bool) -> Verdict:
-        """The worker could not do it: another attempt, or quarantine with the reasons of all."""
+    def failed(self, worker: str, task_id: str, attempt: int, reason: str, fatal: bool) -> ReportStatus:
+        """Book a failure: another attempt, or quarantine with the reasons of all attempts."""
         known = self._workers.get(worker)
         lease = known.leases.get(task_id) if known else None
         if lease is not None and lease.attempt != attempt:
-            return self._count(Verdict.DUPLICATE)  # about an earlier lease of the same worker
+            return self._count(ReportStatus.DUPLICATE)  # about an earlier lease of the same worker
         current = self._take_lease(worker, task_id)
         entry = self._entries.get(task_id)
         if entry is None or not current:
-            return self._count(Verdict.DUPLICATE if entry else Verdict.UNKNOWN)
+            return self._count(ReportStatus.DUPLICATE if entry else ReportStatus.UNKNOWN)
         self._requeue(entry, reason, fatal)
-        return self._count(Verdict.ACCEPTED)
+        return self._count(ReportStatus.ACCEPTED)
 
     def worker_lost(self, worker: str, why: str) -> list[str]:
         """Requeue all its leases; each counts as an attempt, so a task that kills workers ends in quarantine. Returns
@@ -237,7 +194,7 @@ class Ledger:
         return lost
 
     def worker_left(self, worker: str) -> list[str]:
-        """It said goodbye: requeue all its leases, of which none counts as an attempt. Returns their tasks."""
+        """Requeue all leases of a worker that said goodbye; none counts as an attempt. Returns their tasks."""
         known = self._workers.get(worker)
         left = list(known.leases) if known else []
         self.not_sent(worker, left)
@@ -257,17 +214,15 @@ class Ledger:
         module docstring.
         """
         stalled = []
-        for name, worker in self._workers.items():
-            for task_id, lease in worker.leases.items():
-                if now_s - max(lease.progress_at_s, lease.stalled_at_s) <= lease.stall_s:
-                    continue
-                stalled.append((name, task_id, lease.attempt))
-                lease.stalled_at_s = now_s
-                if not lease.void:
-                    lease.void = True
-                    self._requeue(self._entries[task_id], f"no progress for {lease.stall_s:g} s", fatal=False)
-        overdue = [e for e in self._entries.values() if e.state is State.WAITING and now_s > e.task.deadline_s]
-        for entry in overdue:
+        for worker, task_id in self._stalls.due(now_s):
+            lease = self._workers[worker].leases[task_id]
+            stalled.append((worker, task_id, lease.attempt))
+            self._stalls.put((worker, task_id), now_s + lease.stall_s)
+            if not lease.void:
+                lease.void = True
+                self._requeue(self._entries[task_id], f"no progress for {lease.stall_s:g} s", fatal=False)
+        for task_id in self._deadlines.due(now_s):
+            entry = self._entries[task_id]
             self._finish(entry, State.QUARANTINED, reason="; ".join(["deadline", *entry.reasons]))
         return stalled
 
@@ -277,66 +232,37 @@ class Ledger:
         return any(not lease.void for worker in self._workers.values() for lease in worker.leases.values())
 
     def has_completions(self) -> bool:
-        """Whether anything has finished that its submitter has not released."""
+        """True if anything has finished that its submitter has not released."""
         return any(owner.completions for owner in self._owners.values())
 
     def knows_worker(self, worker: str) -> bool:
         return worker in self._workers
 
     def owner_of(self, task_id: str) -> str | None:
-        """Who submitted it; None if it is unknown or gone."""
+        """The submitter of a task; None if the task is unknown or gone."""
         entry = self._entries.get(task_id)
         return entry.task.owner if entry is not None else None
 
     def census(self, now_s: float) -> tuple[dict[str, tuple[int, int]], dict[str, float | None]]:
-        """What waits and what is leased, (waiting, leased) by kind; and by worker, seconds since the last progress of
-        what it works on, None if it has nothing."""
+        """Counts (waiting, leased) by kind; and by worker, seconds since the last progress of its tasks, None if it has
+        no task."""
         leases = [(t, lease) for worker in self._workers.values() for t, lease in worker.leases.items()]
         leased = Counter(self._entries[task_id].task.kind for task_id, lease in leases if not lease.void)
         ages = {
             name: max((now_s - lease.progress_at_s for lease in worker.leases.values()), default=None)
             for name, worker in self._workers.items()
         }
-        return {kind: (self._num_waiting[kind], leased[kind]) for kind in self.stall_s}, ages
-
-    def check(self) -> None:
-        """Assert the invariants. Tests call it after every event."""
-        states = Counter(entry.state for entry in self._entries.values())
-        assert self.counts["submitted"] == len(self._entries) + self.counts["released"] + self.counts["cancelled"]
-        assert self._num_waiting.total() == states[State.WAITING]
-        assert self.held_bytes == sum(e.task.num_bytes for e in self._entries.values() if _open(e))
-        live = Counter[str]()
-        for name, worker in self._workers.items():
-            for task_id, lease in worker.leases.items():
-                if not lease.void:
-                    live[task_id] += 1
-                    assert self._entries[task_id].worker == name
-                    assert self._entries[task_id].attempt == lease.attempt
-        leased = {e.task.id for e in self._entries.values() if e.state is State.LEASED}
-        assert live == Counter(leased), "each leased task has exactly one live lease, no other has any"
-        for entry in self._entries.values():
-            assert entry.failures <= min(MAX_ATTEMPTS, entry.attempt)
-            assert entry.failures < MAX_ATTEMPTS or entry.state is State.QUARANTINED
-            assert (entry.worker is not None) == (entry.state is State.LEASED)
-            queued = (entry.order, entry.task.id) in self._waiting.get(entry.task.kind, [])
-            assert queued or entry.state is not State.WAITING
-        for owner_id, owner in self._owners.items():
-            seqs = [c.seq for c in owner.completions.values()]
-            assert seqs == sorted(set(seqs))
-            assert all(seq <= owner.last_seq for seq in seqs)
-            entries = [e for e in self._entries.values() if e.task.owner == owner_id]
-            assert {e.task.id for e in entries if not _open(e)} == owner.completions.keys()
-            assert not owner.gone.keys() & {e.task.id for e in entries}
+        return {kind: (len(self._waiting[kind]), leased[kind]) for kind in self.stall_s}, ages
 
     # Transitions
 
-    def _enqueue(self, entry: _Entry) -> None:
+    def _enqueue(self, entry: Entry) -> None:
         entry.state, entry.worker = State.WAITING, None
-        self._num_waiting[entry.task.kind] += 1
-        heapq.heappush(self._waiting[entry.task.kind], (entry.order, entry.task.id))
+        self._waiting[entry.task.kind].put(entry.task.id, entry.order)
+        self._deadlines.put(entry.task.id, entry.task.deadline_s)
 
-    def _requeue(self, entry: _Entry, reason: str, fatal: bool) -> None:
-        """An attempt has ended without a result."""
+    def _requeue(self, entry: Entry, reason: str, fatal: bool) -> None:
+        """Book an attempt that has ended without a result."""
         entry.reasons.append(reason)
         entry.suspect = True
         entry.failures += 1
@@ -346,7 +272,7 @@ class Ledger:
         else:
             self._wait_again(entry)
 
-    def _wait_again(self, entry: _Entry) -> None:
+    def _wait_again(self, entry: Entry) -> None:
         self._enqueue(entry)
         self.counts["requeued"] += 1
         if entry.task.kind in self._down:
@@ -354,7 +280,7 @@ class Ledger:
 
     def _finish(
         self,
-        entry: _Entry,
+        entry: Entry,
         state: State,
         *,
         worker: str = "",
@@ -375,21 +301,21 @@ class Ledger:
         self.counts["done" if ok else "quarantined"] += 1
         self._on_end(task, completion)
 
-    def _remove(self, entry: _Entry, as_what: str) -> None:
-        if _open(entry):
+    def _remove(self, entry: Entry, as_what: str) -> None:
+        if entry.open:
             self._stop_holding(entry)
         del self._entries[entry.task.id]
         owner = self._owners[entry.task.owner]
+        del owner.tasks[entry.task.id]
         owner.completions.pop(entry.task.id, None)
         owner.gone[entry.task.id] = None
         if len(owner.gone) > MAX_REMEMBERED:
-            del owner.gone[next(iter(owner.gone))]
+            owner.gone.popitem(last=False)
         self.counts[as_what] += 1
 
-    def _stop_holding(self, entry: _Entry) -> None:
-        """From WAITING or LEASED to anything final: bytes, the waiting count, and a lease that becomes void."""
-        if entry.state is State.WAITING:
-            self._num_waiting[entry.task.kind] -= 1
+    def _stop_holding(self, entry: Entry) -> None:
+        """Leave WAITING or LEASED for a final state: free the bytes and the place in the queue, void the lease."""
+        self._stop_waiting(entry)
         if entry.worker is not None:
             lease = self._workers[entry.worker].leases.get(entry.task.id)
             if lease is not None:
@@ -398,27 +324,27 @@ class Ledger:
         self.held_bytes -= entry.task.num_bytes
         entry.task = replace(entry.task, payload=None)
 
+    def _stop_waiting(self, entry: Entry) -> None:
+        self._waiting[entry.task.kind].discard(entry.task.id)
+        self._deadlines.discard(entry.task.id)
+
     def _take_lease(self, worker: str, task_id: str) -> bool:
-        """A worker reports: its lease ends. Whether it was live."""
+        """End a worker's lease; True if it was live."""
         known = self._workers.get(worker)
         lease = known.leases.pop(task_id, None) if known else None
+        self._stalls.discard((worker, task_id))
         return lease is not None and not lease.void
 
     def _give_back(self, worker: str, task_id: str) -> None:
-        """Its lease ends, and was no attempt."""
+        """End a worker's lease, and count no attempt."""
         if self._take_lease(worker, task_id):
             self._wait_again(self._entries[task_id])
 
-    def _oldest_waiting(self, kind: str) -> _Entry | None:
-        heap = self._waiting[kind]
-        while heap:
-            entry = self._entries.get(heap[0][1])
-            if entry is not None and entry.state is State.WAITING and entry.order == heap[0][0]:
-                return entry
-            heapq.heappop(heap)
-        return None
+    def _oldest_waiting(self, kind: str) -> Entry | None:
+        task_id = self._waiting[kind].first() if kind in self._waiting else None
+        return None if task_id is None else self._entries[task_id]
 
-    def _free_worker(self, entry: _Entry) -> str | None:
+    def _free_worker(self, entry: Entry) -> str | None:
         free = [
             (name in entry.tried, len(worker.leases), name)
             for name, worker in self._workers.items()
@@ -429,10 +355,6 @@ class Ledger:
         ]
         return min(free)[2] if free else None
 
-    def _count(self, verdict: Verdict) -> Verdict:
-        self.counts[verdict.name.lower()] += 1
-        return verdict
-
-
-def _open(entry: _Entry) -> bool:
-    return entry.state in (State.WAITING, State.LEASED)
+    def _count(self, status: ReportStatus) -> ReportStatus:
+        self.counts[status.name.lower()] += 1
+        return status

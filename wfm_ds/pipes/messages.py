@@ -156,7 +156,7 @@ TYPES_WITH_TENSORS = frozenset({"submit", "task", "result", "payload"})
 
 
 def problem_in(value: Any, check: Check) -> str:
-    """What is wrong with a value, "" if nothing is."""
+    """The error in a value, "" if there is none."""
     match check:
         case Text(max_chars):
             good = type(value) is str and len(value) <= max_chars

@@ -35,7 +35,7 @@ class Port:
         self._drops = Throttle(log.warning)
 
     def receive(self, handle: Handler, now_s: float) -> None:
-        """Hand over what has come. What is no message of this port, or makes `handle` raise WireError, is rejected."""
+        """Hand over what has come; reject what is not a message for this port, and what `handle` refuses."""
         self._drops.look(now_s)
         for _ in range(MESSAGES_PER_TURN):
             received = self.router.receive()
@@ -66,7 +66,7 @@ class Port:
         specs: Sequence[TensorSpec] = (),
         payload: Sequence[Any] = (),
     ) -> bool:
-        """Whether it went out. Everything sent this way is repeated by the protocol if it gets lost."""
+        """Send; False if it could not be sent. The protocol repeats everything sent this way if it is lost."""
         try:
             self.router.send(route, self.encode(message_type, fields, specs), payload)
         except (Unreachable, Full):

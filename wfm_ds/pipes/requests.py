@@ -1,4 +1,4 @@
-"""Which payloads a client has asked a hub for, and which of these requests are lost and must be repeated.
+"""The payloads that a client has asked a hub for, and which of these requests are lost and must be repeated.
 
 How long a payload takes depends on its size and on the network: time does not prove a request lost, and repeating one
 in vain makes the others wait. Order does prove it, as a hub answers what comes over one connection in turn: requests
@@ -29,7 +29,7 @@ class Request:
 
 
 class Requests:
-    """Those without an answer, in the order in which they were made. For one thread."""
+    """Requests without an answer, in the order in which they were made. For one thread."""
 
     def __init__(self, name: str) -> None:
         """`name`: of this client's marks, which no task's id begins with."""
@@ -42,11 +42,11 @@ class Requests:
         self._open.update(requests)
 
     def close(self, key: str) -> bool:
-        """Whether it was open: answered now, or nobody waits for it any more."""
+        """Forget a request that is answered or withdrawn; True if it was open."""
         return self._open.pop(key, None) is not None
 
     def send(self, now_s: float, send: Send) -> None:
-        """What has to be sent, by `send(type, fields)`, which says whether it could be."""
+        """Send what has to be sent, by `send(type, fields)`, which is False if it could not be sent."""
         for request in itertools.islice(self._open.values(), MAX_OPEN):
             if request.mark is None and send(request.type, request.fields):
                 request.mark = self._mark

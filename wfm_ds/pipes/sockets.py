@@ -13,7 +13,6 @@ import ipaddress
 import os
 import re
 import socket
-import tempfile
 import threading
 import time
 from collections import deque
@@ -26,10 +25,10 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from wfm_ds.errors import UserError
+from wfm_ds.pipes.folders import IPC_PATH_BYTES, hold
 from wfm_ds.pipes.keys import ClientKeys, HubKeys
 from wfm_ds.pipes.wire import FRAME_BYTES, Buffer
 
-IPC_PATH_BYTES = 107  # of sockaddr_un
 LINGER_MS = 2000
 HIGH_WATER_MARK = 64  # messages; a safety net, credit is the bound
 ZAP_DOMAIN = b"wfm"
@@ -60,7 +59,7 @@ class Full(Exception):
 
 
 class Mailbox(Generic[T]):
-    """Hands things to the thread that polls `fileno()`. `put` may be called from any thread, and never blocks."""
+    """A queue to the thread that polls `fileno()`. `put` may be called from any thread, and never blocks."""
 
     def __init__(self) -> None:
         self._items: deque[T] = deque()
@@ -78,7 +77,7 @@ class Mailbox(Generic[T]):
             self._writer.send(b"!")  # a full pipe wakes the reader as well; a closed one has no reader
 
     def take(self) -> list[T]:
-        """Everything put so far, in order; the polling thread calls it."""
+        """Take everything put so far, in order; the polling thread calls it."""
         with contextlib.suppress(BlockingIOError):
             while self._reader.recv(4096):
                 pass
@@ -118,14 +117,6 @@ def check_endpoint(endpoint: str, *, keys: bool = False) -> str:
     raise NotAllowed(f"{endpoint}: only ipc:// and loopback tcp are allowed without keys, messages travel unencrypted")
 
 
-def private_folder() -> Path:
-    """A new 0700 folder with a path short enough for sockets. The caller removes it."""
-    for base in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
-        if base and len(os.fsencode(base)) < IPC_PATH_BYTES - 40 and os.access(base, os.W_OK):
-            return Path(tempfile.mkdtemp(prefix="wfm-", dir=base))
-    raise PipeError("no writable folder with a short path for sockets: set TMPDIR to one")
-
-
 class Router:
     """The hub's end: many peers, addressed by the routes that zmq gave them."""
 
@@ -133,7 +124,9 @@ class Router:
         """`keys` need a ThreadAuthenticator in the context (`authenticator`). Raises PipeError if the endpoint is not
         allowed, or in use."""
         check_endpoint(endpoint, keys=keys is not None)
-        self._lock_file = _locked(Path(endpoint.removeprefix("ipc://"))) if endpoint.startswith("ipc://") else None
+        path = Path(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else None
+        self._folder = None if path is None else hold(path.parent)  # whoever made it may be killed before us
+        self._lock_file = None if path is None else _locked(path)
         self.socket = context.socket(zmq.ROUTER)
         _set_options(self.socket, endpoint)
         self.socket.set(zmq.ROUTER_MANDATORY, 1)  # else what cannot be delivered vanishes silently
@@ -168,6 +161,9 @@ class Router:
             path.with_suffix("").unlink(missing_ok=True)
             path.unlink(missing_ok=True)
             self._lock_file.close()
+        if self._folder is not None:
+            os.close(self._folder)
+            self._folder = None
 
 
 def key_of(frame: zmq.Frame) -> str:
@@ -207,7 +203,7 @@ class Dealer:
         _send(self.socket, [header, *payload])
 
     def trouble(self) -> str:
-        """Why the hub does not want this peer, as far as its last attempt to connect tells; "" if nothing is known."""
+        """The reason why the hub refuses this peer, as of the last attempt to connect; "" if none is known."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -222,11 +218,11 @@ class Dealer:
         return self._trouble
 
     def settled(self) -> bool:
-        """Whether there was time for a first handshake."""
+        """True when there was time for a first handshake."""
         return time.monotonic() - self._opened_at_s > REOPEN_S
 
     def stale(self) -> bool:
-        """Whether to open another: zmq does not come back by itself to a hub that has refused it."""
+        """True when another must be opened: zmq does not return by itself to a hub that has refused it."""
         return bool(self.trouble()) and self.settled()
 
     def close(self) -> None:
@@ -237,7 +233,7 @@ class Dealer:
 
 
 def authenticator(context: zmq.Context[Any], keys: HubKeys) -> ThreadAuthenticator:
-    """Lets in, to the context's sockets with keys, whom they allow. The caller stops it before the context ends."""
+    """A thread that lets peers with allowed keys connect. The caller stops it before the context ends."""
 
     class Allowed:
         def callback(self, domain: str, key: bytes) -> bool:

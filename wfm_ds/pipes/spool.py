@@ -1,4 +1,4 @@
-"""What a hub holds for others to read: the tensors of results until they are released, and files that were announced.
+"""Data that a hub holds for others to read: tensors of results until they are released, and announced files.
 
 Pure bookkeeping around buffers and paths; the hub's thread alone uses it. Frames stay as they were received.
 """
@@ -17,11 +17,11 @@ from wfm_ds.pipes.wire import FRAME_BYTES, Buffer, TensorSpec
 
 
 class NotHeld(LookupError):
-    """There is nothing under that name; the message says why."""
+    """Nothing is held under that name; the message says why."""
 
 
 def run_of(owner: str) -> str:
-    """Of RUN/CLIENT."""
+    """RUN of an owner RUN/CLIENT."""
     return owner.split("/", 1)[0]
 
 
@@ -42,37 +42,39 @@ class Spool:
     def __init__(self) -> None:
         self.held_bytes = 0
         self._results: dict[str, _Result] = {}
+        self._ids_of: dict[str, set[str]] = {}  # by owner: what is held for it
         self._files: dict[str, Path] = {}
 
     def put(self, task_id: str, owner: str, specs: tuple[TensorSpec, ...], frames: Iterable[Any]) -> None:
         self._drop(task_id)
         self._results[task_id] = _Result(owner, specs, tuple(frames))
+        self._ids_of.setdefault(owner, set()).add(task_id)
         self.held_bytes += sum(spec.nbytes for spec in specs)
 
     def result(self, task_id: str, run: str) -> tuple[tuple[TensorSpec, ...], tuple[Any, ...]]:
-        """For a client of that run. Raises NotHeld."""
+        """The tensors of a result, for a client of that run. Raises NotHeld."""
         found = self._results.get(task_id)
         if found is None or found.run != run:
-            raise NotHeld(f"the hub has no result {task_id}")
+            raise NotHeld(f"the hub does not have the result {task_id}")
         return found.specs, found.frames
 
     def drop(self, ids: Iterable[str], run: str) -> None:
-        """For a client of that run: what is not held, or belongs to another run, stays as it is."""
+        """Forget results for a client of that run. Ids that are not held or belong to another run are ignored."""
         for task_id in ids:
             found = self._results.get(task_id)
             if found is not None and found.run == run:
                 self._drop(task_id)
 
     def drop_of(self, owner: str) -> None:
-        for task_id in [task_id for task_id, result in self._results.items() if result.owner == owner]:
+        for task_id in list(self._ids_of.get(owner, ())):
             self._drop(task_id)
 
     def announce(self, files: Mapping[str, Path]) -> None:
-        """These and no others may be read, under these names."""
+        """Offer these files, and no others, under these names."""
         self._files = dict(files)
 
     def piece(self, name: str, offset: int) -> tuple[list[TensorSpec], list[Buffer]]:
-        """At most a frame of a file from `offset` on, as one uint8 tensor; empty at its end. Raises NotHeld."""
+        """One frame of a file from `offset` on, or less at its end, as a uint8 tensor. Raises NotHeld."""
         path = self._files.get(name)
         if path is None:
             raise NotHeld(f"the hub offers no file {name}")
@@ -89,3 +91,7 @@ class Spool:
         found = self._results.pop(task_id, None)
         if found is not None:
             self.held_bytes -= sum(spec.nbytes for spec in found.specs)
+            ids = self._ids_of[found.owner]
+            ids.remove(task_id)
+            if not ids:
+                del self._ids_of[found.owner]

@@ -1,4 +1,4 @@
-"""What a hub tells whoever runs it: how things stand, and of every task that ends."""
+"""A hub's reports to its owner: its state, and every task that ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wfm_ds.pipes.wire import Buffer, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class HubStatus:
-    """One moment, as the hub's thread saw it."""
+    """The state of a hub at one moment."""
 
     kinds: Mapping[str, tuple[int, int]]  # tasks that wait and that are leased, by kind
     workers: Mapping[str, float | None]  # by id: seconds since its work was last seen to advance; None: it has none
@@ -34,7 +34,7 @@ class Ended:
     waited_s: float  # from its submission to the beginning of the attempt that ended it, about
 
     def first_bytes(self, count: int) -> bytes:
-        """Of the first tensor; fewer if it is smaller."""
+        """The first bytes of the first tensor; fewer if it is smaller."""
         taken = bytearray()
         for frame in self.frames[: self.specs[0].num_frames if self.specs else 0]:
             buffer: Buffer = frame.buffer
@@ -45,4 +45,4 @@ class Ended:
 
 
 def ignore(ended: Ended) -> None:
-    """The observer of a hub that nobody watches."""
+    """The observer of a hub without one."""

@@ -1,4 +1,4 @@
-"""What the ledger keeps books on: tasks, who has them, and how they end."""
+"""The ledger's vocabulary: tasks, grants to workers, and completions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ class Admission(Enum):
     KNOWN = auto()
 
 
-class Verdict(Enum):
+class ReportStatus(Enum):
+    """The fate of a worker's report."""
+
     ACCEPTED = auto()
     LATE = auto()  # accepted from a lease that had expired
     DUPLICATE = auto()  # the task is finished, or gone
@@ -41,7 +43,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class TaskPayload:
     """A task's payload in a hub: its rows and their tensors, as they were received."""
 
     rows: list[dict[str, Any]]

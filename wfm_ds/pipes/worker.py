@@ -59,7 +59,7 @@ class TaskInHand:
 
     @property
     def note(self) -> Mapping[str, Any]:
-        """What the hub's owner had announced when the task was leased."""
+        """The values that the hub's owner had announced when the task was leased."""
         note: Mapping[str, Any] = self.message.fields["note"]
         return note
 
@@ -124,7 +124,7 @@ class LeaseWorker:
         self._parent_fd = parent_fd
         self._watchdog_s, self._ends_process = watchdog_s, ends_process
         self._tasks: queue.SimpleQueue[TaskInHand | None] = queue.SimpleQueue()
-        self._news: Mailbox[_Report | None] = Mailbox()  # None: look at the marks
+        self._news: Mailbox[_Report | None] = Mailbox()  # None: there is new progress
         self._reports: dict[str, _Report] = {}
         self._queued: dict[str, int] = {}  # the attempts that are held: arrived, not reported yet
         self._next: TaskInHand | None = None  # arrived, but too large for the batch that was being gathered
@@ -270,7 +270,7 @@ class LeaseWorker:
         return self._parent_fd is not None and self._parent_fd in readable and not os.read(self._parent_fd, 4096)
 
     def _take_news(self) -> bool:
-        """Whether there is a new mark; reports are kept until acknowledged."""
+        """Take what the main thread has put; True if there is new progress. Reports are kept until acknowledged."""
         new_mark = False
         for report in self._news.take():
             if report is None:
@@ -336,7 +336,7 @@ class LeaseWorker:
         self._give_up(task_id, attempt, "it was not begun" if task_id in self._queued else "it did not arrive")
 
     def _give_up(self, task_id: str, attempt: int, why: str) -> None:
-        """Before it was begun."""
+        """Report a task as failed that was not begun."""
         self._queued.pop(task_id, None)
         failure = {"reason": _text(why, REASON_CHARS), "detail": "", "fatal": False}
         self._news.put(_Report("failed", {"id": task_id, "attempt": attempt, **failure}))
@@ -364,7 +364,7 @@ class LeaseWorker:
 
 
 def _report(task_id: str, attempt: int, answer: Mapping[str, Any] | Answer | Exception, seconds: float) -> _Report:
-    """What the hub hears of a task. Never raises: a result that cannot travel is a failure."""
+    """The report of a task to the hub. Never raises: a result that cannot be sent is a failure."""
     about = {"id": task_id, "attempt": attempt}
     if not isinstance(answer, Exception):
         try:
@@ -374,7 +374,7 @@ def _report(task_id: str, attempt: int, answer: Mapping[str, Any] | Answer | Exc
                 raise TaskFailed(f"a result of {size} bytes, {META_BYTES} are allowed", fatal=True)
             specs, frames = wire.pack_tensors(tensors)
             fields = {**about, "seconds": seconds, "meta": meta}
-            wire.encode("result", 0, fields, specs)  # what cannot travel is found here
+            wire.encode("result", 0, fields, specs)  # raises for what cannot be sent
             return _Report("result", fields, specs, list(itertools.chain(*frames)))
         except (WireError, TaskFailed) as error:
             answer = error
@@ -395,5 +395,5 @@ def _failure(error: Exception) -> dict[str, Any]:
 
 
 def _text(text: str, max_chars: int) -> str:
-    """What a message can carry: no half surrogate pairs, bounded."""
+    """The text as a message can carry it: cut, and without half surrogate pairs."""
     return text[:max_chars].encode(errors="replace").decode()

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from wfm_ds.recipe.section import Fraction, Section, UserAddress, UserPath
+from wfm_ds.recipe.section import Fraction, Section, UserAddress, UserClass, UserPath
+from wfm_ds.user_class import is_user_class
 
 
 class DataRecipe(Section):
     """Training data: media with captions (SFT, ddrl) or prompts (RL)."""
 
-    kind: Literal["paired", "cosmos", "webdataset", "prompts"]
+    kind: Literal["paired", "cosmos", "webdataset", "prompts"] | UserClass
     """SFT: `paired`, NAME.json with `prompt` beside NAME.png or NAME.mp4; `cosmos`, metas/NAME.txt and videos/NAME.mp4;
-    `webdataset`, tar shards. RL: `prompts`, a prompt set; ddrl any."""
+    `webdataset`, tar shards; `package.module:Class`, captioned media that a class of your own finds (docs/data.md). RL:
+    `prompts`, a prompt set; ddrl any."""
     path: UserAddress | Annotated[list[UserAddress], Field(min_length=1)]
     """The folder. webdataset: a tar file, a glob or a range ({000..123}) of them, or a list of these; local or s3://."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """A kind of your own: passed to its constructor."""
     name: str = "prompts"
     """prompts: name of the set, which decides its format (pickscore, ocr, geneval, dance_grpo_t2v, or any other)."""
     split: str = "train"
@@ -63,9 +67,20 @@ class DataRecipe(Section):
         """The patterns of webdataset."""
         return [self.path] if isinstance(self.path, str) else list(self.path)
 
+    @property
+    def is_own_kind(self) -> bool:
+        """The kind is a class of the user's."""
+        return is_user_class(self.kind)
+
     @model_validator(mode="after")
     def _keys_fit_the_kind(self) -> DataRecipe:
-        if self.kind != "webdataset" and (not isinstance(self.path, str) or "://" in self.path):
+        if self.options and not self.is_own_kind:
+            raise ValueError(f"options are for a kind of your own, package.module:Class, not {self.kind}: remove them")
+        if (
+            self.kind != "webdataset"
+            and not self.is_own_kind
+            and (not isinstance(self.path, str) or "://" in self.path)
+        ):
             raise ValueError(f"kind {self.kind} reads one folder of this machine: lists and URLs are for webdataset")
         if self.allow_pickle and self.kind != "cosmos":
             raise ValueError(f"allow_pickle is about the embeddings of kind cosmos, not {self.kind}: remove it")

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 from wfm_ds.errors import RecipeError
-from wfm_ds.recipe.algorithms import SftAlgorithm
 from wfm_ds.recipe.schema import Recipe
 
 
@@ -63,19 +62,25 @@ def num_replicas(recipe: Recipe, world_size: int, *, ranks_per_node: int | None 
 
 def derive(recipe: Recipe, world_size: int) -> Derived:
     """Raises RecipeError with the numbers when samples cannot be shared evenly: ranks must do equal work."""
-    micro, replicas = recipe.engine.micro_batch_size, num_replicas(recipe, world_size)
-    if isinstance(recipe.algorithm, SftAlgorithm):
-        per_rank = micro * recipe.engine.gradient_accumulation
-        return Derived(
-            world_size=world_size,
-            sequence_parallel=recipe.engine.sequence_parallel,
-            samples_per_step=per_rank * replicas,
-            samples_per_rank=per_rank,
-            terms_per_rank=per_rank,
-            accumulation=recipe.engine.gradient_accumulation,
-            updates_per_step=1,
-            total_updates=recipe.run.steps,
-        )
+    replicas = num_replicas(recipe, world_size)
+    return _rl(recipe, world_size, replicas) if recipe.is_rl else _sft(recipe, world_size, replicas)
+
+
+def _sft(recipe: Recipe, world_size: int, replicas: int) -> Derived:
+    per_rank = recipe.engine.micro_batch_size * recipe.engine.gradient_accumulation
+    return Derived(
+        world_size=world_size,
+        sequence_parallel=recipe.engine.sequence_parallel,
+        samples_per_step=per_rank * replicas,
+        samples_per_rank=per_rank,
+        terms_per_rank=per_rank,
+        accumulation=recipe.engine.gradient_accumulation,
+        updates_per_step=1,
+        total_updates=recipe.run.steps,
+    )
+
+
+def _rl(recipe: Recipe, world_size: int, replicas: int) -> Derived:
     algorithm, rollout = recipe.rl.algorithm, recipe.rl.rollout
     groups, size = rollout.prompts_per_step, rollout.group_size
     updates = algorithm.updates_per_rollout
@@ -93,14 +98,14 @@ def derive(recipe: Recipe, world_size: int) -> Derived:
             "engine.micro_batch_size): remove it"
         )
     per_update = samples // (replicas * updates)
-    terms = per_update * algorithm.num_trained_timesteps(recipe.sampling)
+    terms = per_update * algorithm.terms_per_sample(recipe.sampling)
     return Derived(
         world_size=world_size,
         sequence_parallel=recipe.engine.sequence_parallel,
         samples_per_step=samples,
         samples_per_rank=samples // replicas,
         terms_per_rank=terms,
-        accumulation=math.ceil(terms / micro),
+        accumulation=math.ceil(terms / recipe.engine.micro_batch_size),
         updates_per_step=updates,
         total_updates=recipe.run.steps * updates,
     )

@@ -13,8 +13,11 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from wfm_ds.errors import RecipeError
+from wfm_ds.recipe.algorithms import user_settings
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.tree import KeyPath, dotted
+from wfm_ds.user_class import FORM
 
 BOUNDS = {annotated_types.Gt: ("gt", ">"), annotated_types.Ge: ("ge", ">=")} | {
     annotated_types.Lt: ("lt", "<"),
@@ -55,9 +58,18 @@ class Slot:
         inner = (Slot.of(m, self.constraints) for m in get_args(self.type) if m is not types.NoneType)
         return [leaf for member in inner for leaf in member.members()]
 
+    def own_section(self, value: Any) -> type[BaseModel] | None:
+        """The section class that the user's own algorithm brings; None if `value` names none that can be imported."""
+        try:
+            return user_settings(value) if self.selector == "name" else None
+        except RecipeError:
+            return None
+
     def section(self, value: Any) -> type[BaseModel] | None:
         """The section class that a mapping `value` must fit; None if the slot has none or `value` selects none."""
         sections = [m.type for m in self.members() if isinstance(m.type, type) and issubclass(m.type, BaseModel)]
+        if own := self.own_section(value):
+            return own
         if self.selector is not None:
             name = value.get(self.selector) if isinstance(value, dict) else None
             return next((s for s in sections if name in choices(s, self.selector)), None)
@@ -115,6 +127,8 @@ def _member_words(slot: Slot) -> str:
         return f"a mapping with keys of {', '.join(slot.type.model_fields)}"
     if origin is dict:
         return "a mapping"
+    if any(getattr(c, "pattern", None) for c in slot.constraints):
+        return FORM
     bounds = [f"{BOUNDS[type(c)][1]} {getattr(c, BOUNDS[type(c)][0])}" for c in slot.constraints if type(c) in BOUNDS]
     return " ".join([SIMPLE.get(slot.type, "anything"), " and ".join(bounds)]).strip()
 

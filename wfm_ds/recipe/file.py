@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +16,11 @@ from pydantic_core import ErrorDetails
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.describe import ROOT, Slot, kinds, names, nearest, sections, shown, words
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.recipe.tree import KeyPath, Problem, Tree, dotted, merge, override, parse, refuse, to_yaml
+from wfm_ds.recipe.tree import KeyPath, Problem, Tree, dotted, merge, override, parse, refuse, shortened
+from wfm_ds.recipe.yaml_text import MAX_CHARACTERS, to_yaml
+from wfm_ds.user_class import FORM
 
+MAX_WHOLE = 2**63 - 1
 KEY_IN_TEXT = re.compile(r"[a-z_]+(?:\.[a-z_]+)*")
 
 
@@ -49,11 +54,13 @@ def _read_with_defaults(path: Path) -> Tree:
     if "defaults" not in variant.values:
         return variant
     name, place = variant.values.pop("defaults"), variant.place(("defaults",))
+    variant.forget(("defaults",))
     if not isinstance(name, str):
         raise RecipeError(f"{place}: defaults: expected the path of one recipe, got {shown(name)}")
     base_path = path.parent / name
-    if not base_path.is_file():
-        raise RecipeError(f"{place}: defaults: there is no file {base_path} (paths are relative to the including file)")
+    if not os.path.isfile(base_path):  # unlike Path.is_file, it takes a path of any length
+        shown_path = shortened(str(base_path))
+        raise RecipeError(f"{place}: defaults: there is no file {shown_path} (relative to the including file)")
     base = _read(base_path)
     if "defaults" in base.values:
         place = base.place(("defaults",))
@@ -63,7 +70,8 @@ def _read_with_defaults(path: Path) -> Tree:
 
 def _read(path: Path) -> Tree:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read(MAX_CHARACTERS + 1)  # no more: it may be a device that never ends
     except FileNotFoundError as error:
         raise RecipeError(f"{path}: there is no such recipe file") from error
     except IsADirectoryError as error:
@@ -71,7 +79,7 @@ def _read(path: Path) -> Tree:
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: not a text file in UTF-8") from error
     except OSError as error:
-        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from error
+        raise RecipeError(f"{shortened(str(path))}: cannot be read: {error.strerror}") from error
     tree = parse(text, str(path))
     needed = [name for name, field in Recipe.model_fields.items() if field.is_required()]
     if tree.values is None:
@@ -86,12 +94,13 @@ def _read(path: Path) -> Tree:
 
 
 def _validate(tree: Tree) -> Recipe:
-    problems = [Problem(tree.place(path), text) for path, text in _misread(ROOT, tree.values, ())]
+    explained = _misread(ROOT, tree.values, ())
+    problems = [Problem(tree.place(path), text) for path, text in explained]
     recipe = None
     try:
         recipe = Recipe.model_validate(tree.values)
     except ValidationError as error:
-        problems += [problem for details in error.errors() if (problem := _problem(details, tree)) is not None]
+        problems += _problems(error.errors(), tree, {path for path, _ in explained})
     refuse(problems)
     assert recipe is not None, "pydantic refused the recipe with errors that all gave way to others"
     return recipe
@@ -104,6 +113,8 @@ def _misread(slot: Slot, value: Any, path: KeyPath) -> list[tuple[KeyPath, str]]
         inner = [(key, entry, slot.inner(key, value)) for key, entry in entries]
         return [found for key, entry, s in inner if s is not None for found in _misread(s, entry, (*path, key))]
     allowed = kinds(slot)
+    if isinstance(value, int | float) and int in allowed and float not in allowed and MAX_WHOLE < abs(value) < math.inf:
+        return [(path, f"{dotted(path)}: expected {words(slot)}, and 2**63 - 1 at most, got {shown(value)}")]
     is_flag_as_number = isinstance(value, bool) and bool not in allowed and bool(allowed & {int, float})
     is_text_as_number = isinstance(value, str) and bool(allowed) and allowed <= {int, float}
     if is_flag_as_number or is_text_as_number:
@@ -130,7 +141,10 @@ def _locate(loc: Sequence[str | int], values: Any) -> _Spot | None:
     """pydantic's location holds the names of union members too; None for a member that the value is not meant for."""
     spot, rest = _Spot((), ROOT, values, None), list(loc)
     while rest:
-        if spot.slot is not None and len(spot.slot.members()) > 1:
+        own = None if spot.slot is None else spot.slot.own_section(spot.value)
+        if own is not None:  # no union: its keys follow at once
+            spot = replace(spot, slot=Slot(own)).enter(rest.pop(0))
+        elif spot.slot is not None and len(spot.slot.members()) > 1 and rest[0] != spot.slot.selector:
             section, tag = spot.slot.section(spot.value), rest.pop(0)
             if not isinstance(spot.value, dict) or section is None:
                 return spot
@@ -143,17 +157,26 @@ def _locate(loc: Sequence[str | int], values: Any) -> _Spot | None:
     return spot
 
 
-def _problem(details: ErrorDetails, tree: Tree) -> Problem | None:
-    """One error of pydantic in our words; None if another error of the same union says it better."""
-    spot = _locate(details["loc"], tree.values)
-    if spot is None:
-        return None
+def _problems(errors: Sequence[ErrorDetails], tree: Tree, explained: set[KeyPath]) -> list[Problem]:
+    """pydantic's errors in our words, without those of another member of a union, and without "expected text or a list"
+    where a check of the value itself has said what is wrong, or `explained` has."""
+    found = [(details, spot) for details in errors if (spot := _locate(details["loc"], tree.values)) is not None]
+    explained = explained | {spot.path for details, spot in found if details["type"] == "value_error"}
+    kept = [(d, spot) for d, spot in found if d["type"] == "value_error" or spot.path not in explained]
+    return [_problem(details, spot, tree) for details, spot in kept]
+
+
+def _problem(details: ErrorDetails, spot: _Spot, tree: Tree) -> Problem:
+    """One error of pydantic in our words."""
     text, path = details["msg"], spot.path
     match details["type"]:
         case "value_error":
             text = str(details["ctx"]["error"])
             path = path or _mentioned(text, tree)
-            text = f"{dotted(spot.path)}: {text}" if spot.path else text
+            is_placed = not spot.path or text.startswith(f"{dotted(spot.path)} ")  # names its key itself
+            text = text if is_placed else f"{dotted(spot.path)}: {text}"
+        case "finite_number" if spot.slot is not None:
+            text = f"{dotted(path)}: expected {words(spot.slot)} that is finite, got {shown(spot.value)}"
         case "extra_forbidden":
             text = _unknown(spot)
         case "missing":
@@ -210,6 +233,7 @@ def _unknown_member(spot: _Spot) -> tuple[str, KeyPath]:
     key, valid = spot.slot.selector, names(spot.slot)
     if key not in spot.value:
         return f"the key {dotted((*spot.path, key))} is missing; expected one of {', '.join(valid)}", spot.path
+    valid = [*valid, FORM] if spot.path == ("algorithm",) else valid
     path = (*spot.path, key)
     return f"{dotted(path)}: expected one of {', '.join(valid)}, got {shown(spot.value[key])}", path
 

@@ -5,13 +5,11 @@ Reading files, overrides and error messages with line numbers are in recipe/file
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pydantic import model_validator
 
-from wfm_ds.recipe.algorithms import Algorithm, DdrlAlgorithm, FlowGrpoAlgorithm, RlSettings, SftAlgorithm
+from wfm_ds.recipe.algorithms import Algorithm, RlSections, RlSettings, SftAlgorithm
 from wfm_ds.recipe.data import DataRecipe
-from wfm_ds.recipe.sampling import EDM_SOLVERS, NOISE_LEVELS, SamplingRecipe
+from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.recipe.section import Section
 from wfm_ds.recipe.sections import (
     CheckpointRecipe,
@@ -45,15 +43,6 @@ OF_ASYNC = (
 OF_HELD_OUT_MEDIA = ("path", "holdout", "num_images")
 
 
-@dataclass(frozen=True, slots=True)
-class RlSections:
-    """The sections that a recipe of reinforcement learning has and any other lacks."""
-
-    algorithm: RlSettings
-    rollout: RolloutRecipe
-    reward: RewardRecipe
-
-
 class Recipe(Section):
     """One training job."""
 
@@ -74,7 +63,7 @@ class Recipe(Section):
 
     @property
     def is_rl(self) -> bool:
-        return self.algorithm.name != "sft"
+        return self.algorithm.is_rl
 
     @property
     def rl(self) -> RlSections:
@@ -96,22 +85,36 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Recipe:
-        if self.is_rl:
-            missing = [s for s in ("rollout", "reward") if getattr(self, s) is None]
-            if missing:
-                raise ValueError(f"algorithm {self.algorithm.name} needs the section {' and '.join(missing)}")
-            if self.data.kind != "prompts" and not isinstance(self.algorithm, DdrlAlgorithm):
-                raise ValueError(f"algorithm {self.algorithm.name} needs data.kind: prompts")
-            if self.is_async and isinstance(self.algorithm, DdrlAlgorithm):
-                raise ValueError("rollout.mode: async is not for algorithm ddrl: set it to colocated")
-        else:
-            unread = [s for s in ("rollout", "reward") if getattr(self, s) is not None]
-            if unread:
-                raise ValueError(f"sft does not read the section {' and '.join(unread)}: remove it")
-            if self.data.kind == "prompts":
-                raise ValueError("algorithm sft needs captioned media: data.kind paired, cosmos or webdataset")
-        unread = unread_keys(self)
-        if unread:
+        self._sections_are_there()
+        self._data_fits()
+        self._all_keys_are_read()
+        self.algorithm.check(self)
+        if self.model.denoiser_init == "random" and self.lora is not None:
+            raise ValueError("model.denoiser_init: random trains all weights: remove the lora section")
+        if self.reward is not None:
+            self._waits_fit(self.reward)
+        return self
+
+    def _sections_are_there(self) -> None:
+        name, of_rl = self.algorithm.name, {"rollout": self.rollout, "reward": self.reward}
+        missing = [section for section, value in of_rl.items() if value is None]
+        if self.is_rl and missing:
+            raise ValueError(f"algorithm {name} needs the section {' and '.join(missing)}")
+        if not self.is_rl and len(missing) < len(of_rl):
+            unread = [section for section in of_rl if section not in missing]
+            raise ValueError(f"{name} does not read the section {' and '.join(unread)}: remove it")
+        if self.is_async and not self.rl.algorithm.may_be_async:
+            raise ValueError(f"rollout.mode: async is not for algorithm {name}: set it to colocated")
+
+    def _data_fits(self) -> None:
+        name, is_prompts = self.algorithm.name, self.data.kind == "prompts"
+        if is_prompts and not self.algorithm.takes_prompts:
+            raise ValueError(f"algorithm {name} needs captioned media: data.kind paired, cosmos or webdataset")
+        if not is_prompts and not self.algorithm.takes_media:
+            raise ValueError(f"algorithm {name} needs data.kind: prompts")
+
+    def _all_keys_are_read(self) -> None:
+        if unread := unread_keys(self):
             raise ValueError(
                 f"algorithm {self.algorithm.name} with data.kind {self.data.kind} does not read "
                 f"{' and '.join(unread)}: remove it"
@@ -120,19 +123,6 @@ class Recipe(Section):
             raise ValueError(
                 f"rollout.mode: colocated does not read {' and '.join(unread)}: remove it, or set mode: async"
             )
-        if isinstance(self.algorithm, RlSettings):
-            self._advantages_fit(self.algorithm)
-        if isinstance(self.algorithm, FlowGrpoAlgorithm):
-            self._solver_fits(self.algorithm)
-        if isinstance(self.algorithm, DdrlAlgorithm):
-            self._ddrl_fits(self.algorithm)
-        else:
-            self._no_ddrl_keys()
-        if self.model.denoiser_init == "random" and self.lora is not None:
-            raise ValueError("model.denoiser_init: random trains all weights: remove the lora section")
-        if self.reward is not None:
-            self._waits_fit(self.reward)
-        return self
 
     def _waits_fit(self, reward: RewardRecipe) -> None:
         """A rank that waits for rewards as long as it may is not stuck."""
@@ -143,76 +133,6 @@ class Recipe(Section):
                     f"{self.engine.timeout_minutes:g} ({60 * self.engine.timeout_minutes:g} s), which would end the "
                     f"run while it waits: raise timeout_minutes or lower {key}"
                 )
-
-    def _advantages_fit(self, algorithm: RlSettings) -> None:
-        assert self.rollout is not None
-        assert self.reward is not None
-        if algorithm.best_of_n is not None and algorithm.best_of_n > self.rollout.group_size:
-            raise ValueError(
-                f"algorithm.best_of_n {algorithm.best_of_n} is more than rollout.group_size {self.rollout.group_size}"
-            )
-        if algorithm.combine != "sum" and (self.reward.clip is not None or self.reward.scale != 1):
-            raise ValueError(
-                f"reward.clip and reward.scale act on the weighted sum, which algorithm.combine: {algorithm.combine} "
-                "does not use: remove them, or set clip in reward.functions"
-            )
-
-    def _solver_fits(self, algorithm: FlowGrpoAlgorithm) -> None:
-        solver = self.sampling.solver
-        if not self.sampling.is_stochastic:
-            raise ValueError(
-                f"algorithm {algorithm.name} trains on noisy denoise steps, and sampling.solver {solver} has none: "
-                f"choose {', '.join(NOISE_LEVELS)}"
-            )
-        if solver != "cps":
-            algorithm.require_default("log_prob", unless="sampling.solver: cps")
-        if algorithm.kl_beta > 0 and algorithm.kl_type == "flow_grpo" and solver == "cps":
-            raise ValueError("algorithm.kl_type flow_grpo is not defined for sampling.solver cps: choose gaussian")
-
-    def _ddrl_fits(self, algorithm: DdrlAlgorithm) -> None:
-        assert self.rollout is not None
-        last = self.sampling.steps - 1
-        if self.sampling.solver not in EDM_SOLVERS:
-            raise ValueError(
-                f"algorithm ddrl rolls out with {' or '.join(EDM_SOLVERS)}: sampling.solver "
-                f"{self.sampling.solver} is for other ones"
-            )
-        if max(algorithm.train_on) >= last:
-            raise ValueError(
-                f"algorithm.train_on {algorithm.train_on} may go to {last - 1} when sampling.steps is {last + 1}: the "
-                "last step has no noise to train on"
-            )
-        if algorithm.update_ref_every and not algorithm.kl_beta and self.rollout.policy != "reference":
-            raise ValueError(
-                "algorithm.update_ref_every moves a reference that nothing reads: set algorithm.kl_beta or "
-                "rollout.policy: reference, or remove it"
-            )
-        if algorithm.data_beta and self.sampling.guidance_scale != 1:
-            raise ValueError(
-                f"algorithm.data_beta trains the prediction without guidance, and sampling.guidance_scale "
-                f"{self.sampling.guidance_scale:g} asks for another: set it to 1, or data_beta to 0"
-            )
-        if (algorithm.data_beta or algorithm.max_num_conditional_frames) and self.data.kind == "prompts":
-            raise ValueError(
-                "algorithm.data_beta and conditional frames (algorithm.max_num_conditional_frames) need media: set "
-                "data.kind: paired"
-            )
-
-    def _no_ddrl_keys(self) -> None:
-        name = self.algorithm.name
-        if self.sampling.solver in EDM_SOLVERS:
-            raise ValueError(f"sampling.solver {self.sampling.solver} is for algorithm ddrl; {name} needs another one")
-        if self.rollout is not None and self.rollout.policy is not None:
-            raise ValueError(f"rollout.policy is read by algorithm ddrl only: {name} knows its policy, remove the key")
-
-    def doubts(self) -> list[str]:
-        """What is possible but probably not meant, a sentence each."""
-        if isinstance(self.algorithm, DdrlAlgorithm) and self.algorithm.data_beta == 0:
-            return [
-                "algorithm ddrl without algorithm.data_beta has no data to hold the policy to: it is a policy gradient "
-                "with algorithm.kl_beta as its only restraint"
-            ]
-        return []
 
 
 def unread_keys(recipe: Recipe) -> list[str]:

@@ -18,7 +18,17 @@ from pydantic import (
     model_validator,
 )
 
-from wfm_ds.recipe.section import Decay, Fraction, Section, StorageAddress, UserAddress, UserPath
+from wfm_ds.recipe.section import (
+    Decay,
+    Fraction,
+    PossiblePath,
+    RewardName,
+    Section,
+    StorageAddress,
+    UserAddress,
+    UserClass,
+    UserPath,
+)
 
 
 class RunRecipe(Section):
@@ -40,8 +50,11 @@ class RunRecipe(Section):
 class ModelRecipe(Section):
     """The diffusers pipeline to train."""
 
-    path: str
+    path: PossiblePath
     """A diffusers pipeline folder, or `tiny:FAMILY` for a random tiny pipeline (made once, in the user's cache)."""
+    family: UserClass | None = None
+    """Your own model family, `package.module:Class` (docs/models.md). Unset: the one that serves the pipeline's
+    class."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype of the denoiser. Latents, losses, optimizer and averages are float32 in any case."""
     denoiser_init: Literal["pretrained", "random"] = "pretrained"
@@ -62,7 +75,7 @@ class ModelRecipe(Section):
 class LoraRecipe(Section):
     """Train low-rank adapters instead of all weights. Leave the section out for full fine-tuning."""
 
-    rank: PositiveInt = 32
+    rank: Annotated[PositiveInt, Field(le=65536)] = 32
     """Inner dimension of each adapter."""
     alpha: PositiveFloat = 64.0
     """The adapter's output is scaled by alpha / rank."""
@@ -191,7 +204,7 @@ Bounds = Annotated[tuple[float, float], AfterValidator(_ordered)]
 class RewardFunction(Section):
     """One weighted reward."""
 
-    name: str
+    name: RewardName
     """A reward of wfm_reward, or `package.module:Class`."""
     weight: float = 1.0
     """Factor in the sum. 0: logged only, never blocks a sample."""

@@ -1,12 +1,10 @@
 """Recipes as trees before they are checked: YAML text to values that know their line, merging, overrides.
 
-Pure: no file is read here and no key is known here. YAML is read by the 1.2 rules where 1.1 surprises: `1e-4` is a
-number, `on`, `off`, `yes`, `no` and dates are text.
+Pure: no file is read here and no key is known here. What YAML means is yaml_text.py's.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -14,49 +12,22 @@ from typing import Any, TypeAlias
 import yaml
 
 from wfm_ds.errors import RecipeError
+from wfm_ds.recipe.yaml_text import (
+    LIMITS,
+    MAX_DEPTH,
+    SCALARS,
+    TAG,
+    TooLarge,
+    compose,
+    require_within,
+    scalar_value,
+)
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 
-TAG = "tag:yaml.org,2002:"
-SCALARS = {  # what an unquoted scalar is, and the characters it may begin with
-    "null": (re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
-    "bool": (re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
-    "int": (re.compile(r"^[-+]?[0-9][0-9_]{0,99}$"), list("-+0123456789")),
-    "float": (
-        re.compile(
-            r"^(?:[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.nan|\.NaN)$"
-        ),
-        list("-+.0123456789"),
-    ),
-}
-
-
-class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 -- PyYAML's interface
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes a text that readers of YAML 1.1 or 1.2 would take for something else."""
-
-
-for _name, (_pattern, _first) in SCALARS.items():
-    _Loader.add_implicit_resolver(TAG + _name, _pattern, _first)
-    _Dumper.add_implicit_resolver(TAG + _name, _pattern, _first)
-
-
-def _represent_list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.Node:
-    is_flat = not any(isinstance(item, dict | list) for item in items)
-    return dumper.represent_sequence(TAG + "seq", items, flow_style=is_flat)
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    # PyYAML loses these rare line breaks in any style without escapes.
-    style = '"' if set(text) & set("\x85\u2028\u2029\ufeff") else None
-    return dumper.represent_scalar(TAG + "str", text, style=style)
-
-
-_Dumper.add_representer(list, _represent_list)
-_Dumper.add_representer(str, _represent_text)
+MAX_PROBLEMS = 40  # that are shown at once
+MAX_OVERRIDES = 1000
+SHOWN_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +73,20 @@ class Problem:
 
 def refuse(problems: Sequence[Problem]) -> None:
     """Raise RecipeError with one line a problem, files before overrides, by line; nothing if there is no problem."""
-    if problems:
-        raise RecipeError("\n".join(dict.fromkeys(str(p) for p in sorted(problems, key=Problem.sort_key))))
+    lines = list(dict.fromkeys(str(p) for p in sorted(problems, key=Problem.sort_key)))
+    if len(lines) > MAX_PROBLEMS:
+        lines[MAX_PROBLEMS:] = [f"and {len(lines) - MAX_PROBLEMS} more of the kind: mend these first"]
+    if lines:
+        raise RecipeError("\n".join(lines))
 
 
 def dotted(path: KeyPath) -> str:
-    return ".".join(str(part) for part in path)
+    return ".".join(shortened(str(part)) for part in path)
+
+
+def shortened(text: str) -> str:
+    """The text for a message: its beginning, if it is longer than a line or two."""
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
 # ---- from text
@@ -116,7 +95,9 @@ def dotted(path: KeyPath) -> str:
 def parse(text: str, source: str) -> Tree:
     """The one YAML document of `text`. Raises RecipeError. An empty document has the value None."""
     try:
-        node = _compose(text)
+        node = compose(text)
+    except TooLarge as error:
+        raise RecipeError(f"{source}: {error}") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         reason = ", ".join(part for part in (error.context, error.problem) if part)
@@ -135,21 +116,15 @@ def parse(text: str, source: str) -> Tree:
 def parse_value(text: str, place: Place) -> Any:
     """The YAML value of an override. Raises RecipeError."""
     try:
-        node = _compose(text)
+        node = compose(text)
+    except TooLarge as error:
+        raise RecipeError(f"{place}: {error}") from error
     except yaml.YAMLError as error:
         raise RecipeError(f"{place}: the value is not YAML; put text with special characters in quotes") from error
     tree = Tree(None)
     if node is not None:
         refuse(_Reader(tree, lambda line: place).problems_of(node))
     return tree.values
-
-
-def _compose(text: str) -> yaml.Node | None:
-    loader = _Loader(text)
-    try:
-        return loader.get_single_node()
-    finally:
-        loader.dispose()
 
 
 class _Reader:
@@ -159,10 +134,14 @@ class _Reader:
         self.tree, self.at_line = tree, at_line
         self.problems: list[Problem] = []
         self._open: list[yaml.Node] = []  # an alias to one of these refers to itself
+        self._nodes = 0  # read so far: an alias is read as often as it stands for something
 
     def problems_of(self, node: yaml.Node) -> list[Problem]:
-        """Fill the tree; what is wrong with the document."""
-        self.tree.values = self.read(node, (), node)
+        """Fill the tree; what is wrong with the document. Raises RecipeError if aliases expand it beyond the limits."""
+        try:
+            self.tree.values = self.read(node, (), node)
+        except TooLarge as error:
+            raise RecipeError(f"{self._place(node)}: {error}") from error
         return self.problems
 
     def read(self, node: yaml.Node, path: KeyPath, key: yaml.Node) -> Any:
@@ -170,6 +149,8 @@ class _Reader:
             self.tree.places[path] = self._place(key)
         if any(node is outer for outer in self._open):
             return self._wrong(key, f"{dotted(path)} contains itself")
+        self._nodes += 1
+        require_within(self._nodes, len(path))
         self._open.append(node)
         try:
             if isinstance(node, yaml.MappingNode) and node.tag == TAG + "map":
@@ -186,6 +167,8 @@ class _Reader:
         for key, value in node.value:
             if key.tag != TAG + "str" or not isinstance(key, yaml.ScalarNode):
                 self._wrong(key, f"a key must be text, got {_source_of(key)}; put it in quotes if it is meant")
+            elif unfit := unfit_character(key.value):
+                self._wrong(key, f"the key {shortened(key.value)!r} contains {unfit}: remove it")
             elif key.value in own:
                 self._wrong(
                     key, f"{dotted((*path, key.value))} is written twice; first at {self._place(own[key.value][0])}"
@@ -199,11 +182,13 @@ class _Reader:
         if not isinstance(node, yaml.ScalarNode) or kind not in ("str", *SCALARS):
             return self._wrong(node, f"the YAML type {node.tag} cannot be used in a recipe")
         try:
-            value = _scalar_value(node.value, kind)
+            value = scalar_value(node.value, kind)
         except (KeyError, ValueError):
-            return self._wrong(node, f"{node.value!r} is not of the YAML type {kind}")
+            return self._wrong(node, f"{shortened(node.value)!r} is not of the YAML type {kind}")
         if value != value:
             return self._wrong(node, "nan is not a number to work with")
+        if isinstance(value, str) and (unfit := unfit_character(value)):
+            return self._wrong(node, f"the text {shortened(value)!r} contains {unfit}: remove it")
         return value
 
     def _place(self, node: yaml.Node) -> Place:
@@ -214,26 +199,14 @@ class _Reader:
 
 
 def _source_of(node: yaml.Node) -> str:
-    return str(node.value) if isinstance(node, yaml.ScalarNode) else "a list or mapping"
+    return shortened(str(node.value)) if isinstance(node, yaml.ScalarNode) else "a list or mapping"
 
 
-def _scalar_value(text: str, kind: str) -> str | bool | int | float | None:
-    match kind:
-        case "null":
-            return None
-        case "bool":
-            return {"true": True, "false": False}[text.lower()]
-        case "int":
-            return int(text.replace("_", ""))
-        case "float":
-            return float(text.lower().replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
-        case _:
-            return text
-
-
-def to_yaml(values: Any) -> str:
-    """Text that `parse` reads back as the same values."""
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+def unfit_character(text: str) -> str:
+    """Name what no path and no stored text can hold, if the text has it; else "". An escape in quotes can write it."""
+    if "\0" in text:
+        return "a NUL character"
+    return "half of a surrogate pair" if any("\ud800" <= c <= "\udfff" for c in text) else ""
 
 
 # ---- from several sources
@@ -244,19 +217,18 @@ def merge(base: Tree, variant: Tree) -> Tree:
 
     A variant that names another algorithm gets none of the base algorithm's keys.
     """
-    merged = Tree(base.values, dict(base.places))
-    merged.values = _merge(merged, variant, base.values, variant.values, ())
-    return merged
+    replaced: set[KeyPath] = set()
+    values = _merge(base.values, variant.values, (), replaced)
+    kept = {p: at for p, at in base.places.items() if not any(p[:n] in replaced for n in range(len(p) + 1))}
+    return Tree(values, kept | variant.places)
 
 
-def _merge(into: Tree, variant: Tree, old: Any, new: Any, path: KeyPath) -> Any:
+def _merge(old: Any, new: Any, path: KeyPath, replaced: set[KeyPath]) -> Any:
+    """The merged value; the paths where it is the variant's alone go into `replaced`."""
     is_fresh = path == ("algorithm",) and _renames(old, new)
     if isinstance(old, dict) and isinstance(new, dict) and not is_fresh:
-        into.places[path] = variant.place(path)
-        added = {k: _merge(into, variant, old.get(k), v, (*path, k)) for k, v in new.items()}
-        return old | added
-    into.forget(path)
-    into.places |= {p: place for p, place in variant.places.items() if p[: len(path)] == path}
+        return old | {k: _merge(old.get(k), v, (*path, k), replaced) for k, v in new.items()}
+    replaced.add(path)
     return new
 
 
@@ -269,6 +241,8 @@ def override(tree: Tree, words: Sequence[str]) -> None:
 
     Raises RecipeError for words of another form, for values that are not YAML, and for entries that a list lacks.
     """
+    if len(words) > MAX_OVERRIDES:
+        raise RecipeError(f"{len(words):,} overrides, at most {MAX_OVERRIDES:,} are allowed: put them into a file")
     parsed = [_split(word) for word in words]
     # A change of algorithm drops the keys of the old one, so it comes first: the order of the words does not matter.
     for path, value, place in sorted(parsed, key=lambda item: item[0] != ("algorithm", "name")):
@@ -280,13 +254,18 @@ def override(tree: Tree, words: Sequence[str]) -> None:
 
 
 def _split(word: str) -> tuple[KeyPath, Any, Place]:
-    place = Place(f"override {word}")
+    place = Place(f"override {shortened(word)}")
     key, equals, text = word.partition("=")
     path = tuple(key.split("."))
+    if len(path) > MAX_DEPTH:
+        raise RecipeError(f"{place}: nested more than {MAX_DEPTH} levels deep; {LIMITS}")
+    if unfit := unfit_character(key):
+        raise RecipeError(f"{place}: the key contains {unfit}: remove it")
     if not equals or not all(path):
         raise RecipeError(f"{place}: expected section.key=value")
     if not text.strip():
-        raise RecipeError(f"{place}: there is no value; write {key}=null for none, or {key}=\"''\" for an empty text")
+        name = shortened(key)
+        raise RecipeError(f"{place}: there is no value; write {name}=null for none, or {name}=\"''\" for an empty text")
     return path, parse_value(text, place), place
 
 

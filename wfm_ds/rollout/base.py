@@ -18,8 +18,8 @@ class Source(Protocol):
         """The policies have moved after RL step `step` (before the first one to be done: the last one done); what
         comes may be generated with them."""
 
-    def wait(self, step: int) -> None:
-        """Until the samples of this step can be had at once, or any rank is asked to stop."""
+    def wait(self, step: int) -> bool:
+        """Return once the samples of this step can be had at once; False if a rank is asked to stop before."""
 
     def next(self, step: int) -> StepRollouts:
         """The samples of this step, this rank's in full."""

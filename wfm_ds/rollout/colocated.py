@@ -26,8 +26,9 @@ class ColocatedSource:
     def publish(self, step: int) -> None:
         """The ranks that generate have the weights."""
 
-    def wait(self, step: int) -> None:
-        """There is nothing to wait for: `next` generates."""
+    def wait(self, step: int) -> bool:
+        """Return at once: `next` generates."""
+        return True
 
     def stats(self) -> dict[str, float]:
         return self.groups.stats()

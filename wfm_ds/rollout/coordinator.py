@@ -1,4 +1,4 @@
-"""Which groups may be generated, which samples may be trained on, and when an RL step has all of its own. Pure.
+"""Bookkeeping of an async run: groups to generate, samples to train on, steps that are complete. Pure.
 
 A *publication* n is the policy after RL step n (0: before the first). RL step s trains on the groups of its own place
 in the prompt stream, all of them and in order, so that what is trained follows from the step alone and a resumed run
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 
 class Chunk(NamedTuple):
-    """A part of a group: members [first, stop) of group `group` of RL step `step`."""
+    """A part of a group: samples [first, stop) of group `group` of RL step `step`."""
 
     step: int
     group: int
@@ -46,7 +46,7 @@ class _Step:
 
 
 class Coordinator:
-    """One life of a run: `life` is in every task id, so that results of an earlier life are nobody's."""
+    """One life of a run: `life` is in every task id, so that results of an earlier life are not taken."""
 
     def __init__(
         self,
@@ -100,18 +100,18 @@ class Coordinator:
         return None
 
     def give_up(self, task_id: str, reason: str) -> None:
-        """Nobody could do it: its members have no reward."""
+        """Close a chunk that no worker could make: its samples have no reward."""
         chunk = self._chunk_of.get(task_id)
         if chunk is not None:
             self._close(Closed(chunk, task_id, reason=reason))
 
     def ready(self, step: int) -> bool:
-        """Whether all chunks of an admitted step are closed."""
+        """True when all chunks of an admitted step are closed."""
         found = self._steps.get(step)
         return found is not None and not found.waiting
 
     def plan(self, step: int) -> list[Closed]:
-        """All chunks of a step that is ready, in the order of its members; they are trained on once. ValueError if it
+        """All chunks of a step that is ready, in the order of its samples; they are trained on once. ValueError if it
         is not ready, or was planned before."""
         if not self.ready(step):
             raise ValueError(f"step {step} is not ready")
@@ -123,7 +123,7 @@ class Coordinator:
         return len(found.waiting) if found is not None else 0
 
     def chunk_of(self, task_id: str) -> Chunk:
-        """Of a live task. Raises KeyError."""
+        """The chunk of a live task. Raises KeyError."""
         return self._chunk_of[task_id]
 
     def _chunks(self, step: int) -> Iterator[Chunk]:

@@ -60,7 +60,7 @@ class Generator:
             self._progress = progress
             self._forward.counts.clear()
             publication = self.weights.use(manifest)
-            members = work.members
+            members = work.samples
             trajectory = self.sampler.generate(
                 "rollout",
                 [m.prompt for m in members],

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from wfm_ds.data.order import BatchSource, TrainingSample
 from wfm_ds.data.prompts import PromptOrder
-from wfm_ds.data.replica import pack_prompt, read_once, unpack_prompt
+from wfm_ds.data.replica import read_once
+from wfm_ds.data.samples import pack_prompt, unpack_prompt
 from wfm_ds.seeds import derive_seed
 from wfm_ds.types import Prompt
 

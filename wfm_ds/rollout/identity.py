@@ -1,4 +1,4 @@
-"""Whether a rollout worker and its trainer mean the same samples: digests of all that decides what a sample is."""
+"""The identity of a run's samples: digests of all that decides what a sample is, compared by trainer and worker."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from wfm_ds.errors import RecipeError
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.fingerprint import fingerprint
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.user_class import import_class, is_user_class, source_file
 
 ELSEWHERE = {"model": {"path"}}  # keys that may differ from machine to machine
 
@@ -29,8 +30,18 @@ def identity(recipe: Recipe, model: DiffusionModel) -> dict[str, str]:
         for name, section in sections.items()
     }
     plain["run.seed"] = recipe.run.seed
+    plain["classes of your own"] = own_code(recipe)
     plain["reward.functions"] = [f.name for f in recipe.rl.reward.functions]
     return {name: _digest(value) for name, value in plain.items()} | {"pipeline": fingerprint(model.path, parts)[:16]}
+
+
+def own_code(recipe: Recipe) -> dict[str, str]:
+    """Digests of the files that define the user's algorithm and family: a worker must not run another version."""
+    own = {"algorithm.name": recipe.algorithm.name, "model.family": recipe.model.family or ""}
+    classes = {
+        path: import_class(path, object, key=key, error=RecipeError) for key, path in own.items() if is_user_class(path)
+    }
+    return {path: hashlib.sha256(source_file(found).read_bytes()).hexdigest() for path, found in classes.items()}
 
 
 def require_same(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> None:

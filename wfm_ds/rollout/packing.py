@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wfm_ds.data.replica import pack_prompt, unpack_prompt
+from wfm_ds.data.samples import pack_prompt, unpack_prompt
 from wfm_ds.rollout.groups import Group
 from wfm_ds.rollout.members import RolloutSample, finite
 from wfm_ds.sampling.denoise import FlowPlan, StoredStep, Trajectory
@@ -22,29 +22,29 @@ Arrays = Sequence[tuple[str, npt.NDArray[np.float32]]]
 
 @dataclass(frozen=True, slots=True)
 class ChunkWork:
-    """What a worker is asked for: these members of one group, denoised as RL step `step` says."""
+    """The work of one task: samples of one group, denoised as RL step `step` says."""
 
     step: int
-    members: Sequence[RolloutSample]
+    samples: Sequence[RolloutSample]
 
     def to_json(self) -> dict[str, Any]:
-        first = self.members[0]
+        first = self.samples[0]
         return {
             "step": self.step,
             "group": first.group_id,
             "prompt": pack_prompt(first.prompt),
-            "members": [[m.sample_id, m.seed, m.noise_seed] for m in self.members],
+            "members": [[s.sample_id, s.seed, s.noise_seed] for s in self.samples],
         }
 
     @classmethod
     def of_json(cls, row: Mapping[str, Any]) -> ChunkWork:
-        """What `to_json` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        """The inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
         group = Group(prompt=unpack_prompt(row["prompt"]))
-        members = [
+        samples = [
             RolloutSample(sample_id=sample_id, group_id=row["group"], group=group, seed=seed, noise_seed=noise_seed)
             for sample_id, seed, noise_seed in row["members"]
         ]
-        return cls(int(row["step"]), members)
+        return cls(int(row["step"]), samples)
 
 
 def pack_trajectory(trajectory: Trajectory) -> tuple[dict[str, Any], Arrays]:
@@ -67,7 +67,7 @@ def pack_trajectory(trajectory: Trajectory) -> tuple[dict[str, Any], Arrays]:
 
 
 def unpack_trajectory(layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Trajectory:
-    """What `pack_trajectory` gave. Raises KeyError, IndexError or ValueError for what it cannot have given."""
+    """The inverse of `pack_trajectory`. Raises KeyError, IndexError or ValueError for anything else."""
     stored = [
         StoredStep(
             index,
@@ -98,16 +98,16 @@ def require_stored(found: Trajectory, count: int, plan: FlowPlan, shape: Sequenc
             raise ValueError(f"its {name} are {list(tensor.shape)} {tensor.dtype}, not {list(size)} float32")
 
 
-def nothing(member: RolloutSample, plan: FlowPlan, shape: Sequence[int], device: torch.device) -> Rollout:
-    """In place of a sample that could not be made: zeros that keep ranks equal. It has no reward, so weight 0."""
+def nothing(sample: RolloutSample, plan: FlowPlan, shape: Sequence[int], device: torch.device) -> Rollout:
+    """A stand-in for a sample that could not be made: zeros that keep ranks equal. It has no reward, so weight 0."""
     zeros, zero = torch.zeros(tuple(shape), device=device), torch.zeros((), device=device)
     mean = zeros if plan.keep_means else None
     return Rollout(
-        sample_id=member.sample_id,
-        group_id=member.group_id,
-        prompt=member.prompt,
-        seed=member.seed,
-        noise_seed=member.noise_seed,
+        sample_id=sample.sample_id,
+        group_id=sample.group_id,
+        prompt=sample.prompt,
+        seed=sample.seed,
+        noise_seed=sample.noise_seed,
         clean_latents=zeros,
         transitions=[
             Transition(index=k, latents=zeros, next_latents=zeros, log_prob=zero, mean=mean) for k in plan.stored

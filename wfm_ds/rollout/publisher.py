@@ -30,7 +30,7 @@ class PolicyFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a worker needs to know of a publication. `life` and `publication` name it; those of another life of the run
+    """A publication as workers hear of it. `life` and `publication` name it; those of another life of the run
     may have the same number and other weights."""
 
     life: str
@@ -44,7 +44,7 @@ class Manifest:
 
     @classmethod
     def of_json(cls, note: Mapping[str, Any]) -> Manifest:
-        """What `to_json` gave. Raises KeyError, TypeError or ValueError for anything else."""
+        """The inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
         files = tuple(PolicyFile(name, num_bytes, sha256) for name, num_bytes, sha256 in note["files"])
         return cls(note["life"], note["publication"], note["folder"], files)
 
@@ -98,7 +98,7 @@ class Publisher:
 
 
 def publications(recipe: Recipe) -> Path:
-    """Where this run's are: the same for each of its lives on this machine, and for no other run."""
+    """The folder of this run's publications: the same for each life on this machine, another one for each run."""
     output, folder = recipe.run.output_dir.absolute(), recipe.rl.rollout.policy_folder
     if folder is None:
         return output / POLICY
@@ -107,7 +107,7 @@ def publications(recipe: Recipe) -> Path:
 
 
 def remove_publications(recipe: Recipe) -> None:
-    """Once nobody reads them any more."""
+    """Remove the publications of a run that has ended."""
     shutil.rmtree(publications(recipe), ignore_errors=True)
 
 
@@ -127,7 +127,7 @@ def sha256(path: Path) -> str:
 
 
 def matches(folder: Path, files: Sequence[PolicyFile]) -> bool:
-    """Whether a folder holds exactly these bytes."""
+    """True if a folder holds exactly these bytes."""
     try:
         return all((folder / f.name).stat().st_size == f.num_bytes for f in files) and all(
             sha256(folder / f.name) == f.sha256 for f in files

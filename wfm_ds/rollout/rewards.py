@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import selectors
-import shutil
 import subprocess
 import sys
 import threading
@@ -26,9 +25,10 @@ import yaml
 
 from wfm_ds.distributed.liveness import MOVES
 from wfm_ds.errors import RewardError
-from wfm_ds.pipes.client import Outcome, PipeClient
+from wfm_ds.pipes.client import PipeClient, TaskOutcome
+from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.keys import KeyFileError, client_keys
-from wfm_ds.pipes.sockets import PipeError, private_folder
+from wfm_ds.pipes.sockets import PipeError
 from wfm_ds.pipes.submission import submit_in_pieces
 from wfm_ds.recipe.sections import RewardFunction, RewardRecipe
 from wfm_ds.types import MediaBatch, Score
@@ -60,10 +60,10 @@ class RewardService:
         self._log = folder / "reward_service.log"
         self._stopping = threading.Event()
         self._lock = threading.Lock()  # nothing is restarted once `stop` has begun
-        self._sockets = private_folder()
+        self._sockets = SocketFolder()
         folder.mkdir(parents=True, exist_ok=True)
         Path(self.endpoint).unlink(missing_ok=True)
-        self._config.write_text(yaml.safe_dump(service_config(reward, self._sockets), sort_keys=False))
+        self._config.write_text(yaml.safe_dump(service_config(reward, self._sockets.path), sort_keys=False))
         self._log.write_bytes(b"")
         self._process = self._started()
         try:
@@ -84,7 +84,7 @@ class RewardService:
 
     @property
     def pid(self) -> int:
-        """Of the service's process; another one after a restart."""
+        """The process id of the service; another one after a restart."""
         return self._process.pid
 
     def stop(self) -> None:
@@ -101,11 +101,11 @@ class RewardService:
             log.warning("the reward service did not stop within %.0f s and is killed", STOP_S)
             process.kill()
             process.wait()
-        shutil.rmtree(self._sockets, ignore_errors=True)
+        self._sockets.remove()
         Path(self.endpoint).unlink(missing_ok=True)
 
     def _started(self) -> subprocess.Popen[bytes]:
-        self._sockets.mkdir(mode=0o700, exist_ok=True)
+        self._sockets.restore()
         with self._log.open("ab") as log_file:
             return subprocess.Popen(
                 [sys.executable, "-m", "wfm_reward.serve", str(self._config), "--stop-on-eof"],
@@ -132,7 +132,7 @@ class RewardService:
         return errors[-1] if errors else f"the reward service ended with exit status {self._process.wait()}"
 
     def _watch(self) -> None:
-        """Restart what dies; clients find the new one and submit again what they have not got back."""
+        """Restart the service when it dies; clients find the new one and submit again what has no answer."""
         deaths: deque[float] = deque()
         while True:
             status = self._process.wait()
@@ -167,7 +167,7 @@ def service_config(reward: RewardRecipe, sockets: Path) -> dict[str, Any]:
 
 
 def _stall_s(name: str) -> float:
-    """The reward's own; somebody else's class is not imported here for it."""
+    """The reward's own limit; a class of the user's is not imported here to ask for it."""
     from wfm_reward import registry
 
     return STALL_S if registry.is_path(name) else registry.describe(name).stall_s
@@ -255,7 +255,7 @@ class RewardClient:
         self._pipe.close()
 
     def _offered(self, function: RewardFunction) -> int:
-        """Its max_batch at the service. Raises RewardError if the service does not compute it, or not in this way."""
+        """The max_batch of a reward at the service. Raises RewardError if the service does not compute it so."""
         info = self._pipe.kinds.get(f"score:{function.name}")
         if info is None:
             offers = ", ".join(sorted(kind.removeprefix("score:") for kind in self._pipe.kinds))
@@ -275,10 +275,10 @@ class RewardClient:
         return f"{self._token}/{self._num_submitted}#{kind.removeprefix('score:')}"
 
     def _patience_s(self) -> float:
-        """Until the next deadline; at most half a second, to notice a lost service."""
+        """Seconds until the next deadline; at most half a second, to notice a lost service."""
         return min(0.5, min(ticket.deadline_s for ticket in self._tickets.values()) - self._pipe.now_s())
 
-    def _book(self, outcome: Outcome) -> None:
+    def _book(self, outcome: TaskOutcome) -> None:
         ticket = self._tickets.pop(outcome.id, None)
         if ticket is None:
             return  # given up already
@@ -316,7 +316,7 @@ class RewardClient:
             self._scores.setdefault(sample_id, {})[ticket.reward] = score
 
 
-def _scores(ticket: _Ticket, outcome: Outcome) -> Iterator[Score]:
+def _scores(ticket: _Ticket, outcome: TaskOutcome) -> Iterator[Score]:
     """Raises KeyError, TypeError or ValueError unless the answer is one [value, failure, parts] per sample."""
     answers = outcome.meta["scores"]
     seconds = outcome.seconds / len(ticket.sample_ids)

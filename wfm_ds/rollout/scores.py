@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from wfm_ds.run.job import Job
 
 Scores = dict[str, dict[str, Score]]
-"""By sample id and reward."""
+"""Scores by sample id and reward."""
 
 
 def submit_pictures(
@@ -27,7 +27,7 @@ def submit_pictures(
     """Decode latents [B, ...] to uint8 images [B,H,W,3] or videos [B,T,H,W,3] and send them to be scored; returns at
     once. The leader of a replica alone does: its other ranks get no media.
 
-    A sample whose latents are not finite is no picture: it is not sent, and its named failures are returned.
+    A sample whose latents are not finite is not sent; its named failures are returned.
     """
     media, finite = decoded(job, latents)
     names = [function.name for function in job.recipe.rl.reward.functions]

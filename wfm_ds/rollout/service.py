@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -19,9 +18,9 @@ from typing import Any
 
 from wfm_ds.distributed.world import free_port
 from wfm_ds.errors import RecipeError
+from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.keys import HubKeys, hub_keys
-from wfm_ds.pipes.sockets import private_folder
 from wfm_ds.pipes.status import Ended
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import RewardRecipe, RolloutRecipe
@@ -56,9 +55,9 @@ class RolloutService:
         self.folder = recipe.run.output_dir / ROLLOUT
         self.folder.mkdir(parents=True, exist_ok=True)
         self.endpoint = str((self.folder / PIPES).absolute())
-        self._sockets = private_folder() if self.settings.bind == "ipc" else None
+        self._sockets = SocketFolder() if self.settings.bind == "ipc" else None
         self.children: list[Child] = []
-        clients, workers = endpoints(self.settings.bind, self._sockets)
+        clients, workers = endpoints(self.settings.bind, None if self._sockets is None else self._sockets.path)
         info: dict[str, Any] = {"identity": dict(identity), "rewards": rewards, "workers": workers}
         try:
             self.hub = Hub(
@@ -94,14 +93,14 @@ class RolloutService:
         return {"OMP_NUM_THREADS": str(self.threads), **kept}
 
     def failures(self) -> list[str]:
-        """Why children are not started again."""
+        """The reasons why children are not started again."""
         return [child.failure for child in self.children if child.failure]
 
     def alone(self) -> str:
-        """Why nothing will ever be generated, "" if something may be."""
+        """The reason why nothing will ever be generated; "" if something may be."""
         lost = self.failures()
-        nobody = self.children and len(lost) == len(self.children) and not self.hub.workers()
-        return "; ".join(dict.fromkeys(lost)) if nobody else ""
+        hopeless = self.children and len(lost) == len(self.children) and not self.hub.workers()
+        return "; ".join(dict.fromkeys(lost)) if hopeless else ""
 
     def stop(self) -> None:
         """End the children and the hub. May be called again."""
@@ -121,14 +120,14 @@ class RolloutService:
             part.write_text(json.dumps(content))
 
     def _observe(self, ended: Ended) -> None:
-        """In the hub's thread."""
+        """Note which child works. Called in the hub's thread."""
         if ended.completion.ok:
             for child in self.children:
                 child.worked = child.worked or ended.completion.worker.startswith(f"{child.life}/")
 
     def _remove_sockets(self) -> None:
         if self._sockets is not None:
-            shutil.rmtree(self._sockets, ignore_errors=True)
+            self._sockets.remove()
 
 
 class Child:
@@ -148,7 +147,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of its process; another one after a restart."""
+        """The process id; another one after a restart."""
         return self._process.pid
 
     @property
@@ -222,7 +221,7 @@ def stall_s(rollout: RolloutRecipe, reward: RewardRecipe) -> float:
 
 
 def spawn_devices(named: list[str] | None, spawn: int) -> list[str]:
-    """Of the children in turn. Raises RecipeError where a guess could take memory from the ranks."""
+    """The devices of the children, in turn. Raises RecipeError where a guess could take memory from the ranks."""
     import torch
 
     if named is not None or spawn == 0:
@@ -236,14 +235,14 @@ def spawn_devices(named: list[str] | None, spawn: int) -> list[str]:
 
 
 def trainer_keys(settings: RolloutRecipe) -> HubKeys | None:
-    """Those of the trainer's hub, whose `insider` is every rank's and every worker's that it starts; None without
-    rollout.keys. Raises KeyFileError."""
+    """The keys of the trainer's hub; None without rollout.keys. Ranks, and workers that the trainer starts, use its
+    `insider`. Raises KeyFileError."""
     return None if settings.keys is None else hub_keys(settings.keys)
 
 
 def endpoints(bind: str, folder: Path | None) -> tuple[str, str]:
-    """Where clients (those that join, and the ranks) and workers connect. Raises RecipeError for a port without a
-    next."""
+    """The endpoints for clients (joining workers, ranks) and for leases. Raises RecipeError for a port without a next
+    one."""
     if folder is not None:
         return f"ipc://{folder}/clients", f"ipc://{folder}/workers"
     host, _, port = bind.rpartition(":")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wfm_ds.algorithms import RlAlgorithm
 from wfm_ds.errors import RunError
-from wfm_ds.pipes.client import Outcome, PipeClient, TaskRequest
+from wfm_ds.pipes.client import PipeClient, TaskOutcome, TaskRequest
 from wfm_ds.pipes.hub import Hub
 from wfm_ds.pipes.keys import ClientKeys
 from wfm_ds.pipes.messages import MAX_ROWS
@@ -47,7 +47,7 @@ TASK_S = 7 * 86400.0  # the hub gives up a task after it; the run itself does lo
 class _Planned:
     """A chunk of the step, as every rank hears of it."""
 
-    first: int  # of its members among those of the step
+    first: int  # of its samples among those of the step
     stop: int
     task_id: str
     staleness: int | None  # in publications; None: there are no samples
@@ -61,7 +61,7 @@ _Arrays = Mapping[str, Tensor]
 
 
 def _arrays(payload: Message) -> _Arrays:
-    """In host memory. Raises WireError if they were damaged on the way."""
+    """The arrays of a payload in host memory. Raises WireError if they were damaged on the way."""
     tensors = zip(payload.specs, payload.tensors(), strict=True)
     return {spec.name: torch.from_numpy(array) for spec, array in tensors}
 
@@ -94,7 +94,7 @@ class AsyncSource:
         self.client.attach(ATTACH_S)
 
     def publish(self, step: int) -> None:
-        """Collective. After the last step nobody samples any more, and the workers may leave."""
+        """Collective. After the last step no more samples are needed, and the workers may leave."""
         if step >= self.job.recipe.run.steps:
             if self.service is not None:
                 self.service.hub.dismiss_workers("the run is complete")
@@ -104,8 +104,9 @@ class AsyncSource:
         if self.lead is not None:
             self.lead.published(step)
 
-    def wait(self, step: int) -> None:
-        """Collective. Raises RunError on all ranks when nothing is finished for rollout.timeout_s."""
+    def wait(self, step: int) -> bool:
+        """Collective. False if a rank is asked to stop before the step's samples are there. Raises RunError on all
+        ranks when nothing is finished for rollout.timeout_s."""
         ready, error = False, ""
         with self.job.timer("rollout_wait"):
             while not ready:
@@ -115,12 +116,13 @@ class AsyncSource:
                 if error:
                     raise RunError(error)
                 if not ready and self.job.should_stop():
-                    return
+                    return False
+        return True
 
     def next(self, step: int) -> StepRollouts:
         """Collective; `wait` has returned. Raises RunError on all ranks if a sample cannot be fetched or read."""
         job = self.job
-        members = step_members(
+        samples = step_members(
             self.groups.groups(step),
             group_size=self.settings.group_size,
             step=step,
@@ -137,7 +139,7 @@ class AsyncSource:
             if job.world.is_leader:
                 fetched = self._fetched(here, step)
         except (PipeError, WireError, KeyError, IndexError, TypeError, ValueError) as raised:
-            error = f"rank {job.world.rank} has not the samples of step {step}: {type(raised).__name__} {raised}"
+            error = f"rank {job.world.rank} does not have the samples of step {step}: {type(raised).__name__} {raised}"
         errors = [e for e in job.world.gather(error) if e]
         if errors:  # before the first collective of the step: no rank enters it alone
             raise RunError("; ".join(errors))
@@ -146,13 +148,13 @@ class AsyncSource:
         mine: list[Rollout] = []
         for chunk in here:
             rows = range(max(chunk.first, first), min(chunk.stop, first + count))
-            mine += self._rollouts(chunk, fetched.get(chunk.task_id), members, rows, step)
-        self._scores = self._all_scores(planned, members)
+            mine += self._rollouts(chunk, fetched.get(chunk.task_id), samples, rows, step)
+        self._scores = self._all_scores(planned, samples)
         self._stats = self._measured(planned)
-        return StepRollouts(members=members, mine=mine, first=first, broken={})
+        return StepRollouts(members=samples, mine=mine, first=first, broken={})
 
     def scores(self, rollouts: StepRollouts) -> list[dict[str, Score]]:
-        return [self._scores[m.sample_id] for m in rollouts.members]
+        return [self._scores[s.sample_id] for s in rollouts.members]
 
     def stats(self) -> dict[str, float]:
         return self.groups.stats() | self._stats
@@ -176,28 +178,30 @@ class AsyncSource:
         return arrays
 
     def _rollouts(
-        self, chunk: _Planned, arrays: _Arrays | None, members: Sequence[RolloutSample], rows: range, step: int
+        self, chunk: _Planned, arrays: _Arrays | None, samples: Sequence[RolloutSample], rows: range, step: int
     ) -> list[Rollout]:
-        """These rows of the step on every rank of the replica, whose leader alone has the chunk's arrays: the hub sends
-        them once, and the ranks have the faster network. Collective in the replica."""
+        """Give these rows of the step to each rank of the replica, whose leader alone has the chunk's arrays.
+
+        The hub sends them once, and the ranks have the faster network. Collective in the replica.
+        """
         world, plan = self.job.world, self.algorithm.plan(step)
         assert isinstance(plan, FlowPlan)
         if chunk.staleness is None:
-            return [nothing(members[i], plan, self.job.sampler.latent_shape, world.device) for i in rows]
+            return [nothing(samples[i], plan, self.job.sampler.latent_shape, world.device) for i in rows]
         names = world.share(None if arrays is None else list(arrays))
         found = {name: world.share_tensor(None if arrays is None else arrays[name].to(world.device)) for name in names}
         trajectory = unpack_trajectory(chunk.layout, found)
-        return [rolled_out(members[i], trajectory, i - chunk.first, broken=False) for i in rows]
+        return [rolled_out(samples[i], trajectory, i - chunk.first, broken=False) for i in rows]
 
-    def _all_scores(self, planned: Sequence[_Planned], members: Sequence[RolloutSample]) -> dict[str, dict[str, Score]]:
+    def _all_scores(self, planned: Sequence[_Planned], samples: Sequence[RolloutSample]) -> dict[str, dict[str, Score]]:
         names = [function.name for function in self.job.recipe.rl.reward.functions]
         scores: dict[str, dict[str, Score]] = {}
         for chunk in planned:
             scores |= unpack_scores(chunk.scores)
             if chunk.staleness is None:
-                for m in members[chunk.first : chunk.stop]:
-                    failed = {n: Score(sample_id=m.sample_id, reward=n, failure=chunk.reason) for n in names}
-                    scores[m.sample_id] = failed
+                for s in samples[chunk.first : chunk.stop]:
+                    failed = {n: Score(sample_id=s.sample_id, reward=n, failure=chunk.reason) for n in names}
+                    scores[s.sample_id] = failed
         return scores
 
     def _measured(self, planned: Sequence[_Planned]) -> dict[str, float]:
@@ -220,7 +224,7 @@ class _Lead:
         self.hub: Hub = service.hub
         self.life = life
         self._coordinator: Coordinator | None = None
-        self._members: dict[int, list[RolloutSample]] = {}  # of admitted steps
+        self._samples: dict[int, list[RolloutSample]] = {}  # of admitted steps
         self._results: dict[str, Mapping[str, Any]] = {}  # meta by task id
         self._finished_at_s = self.client.now_s()
 
@@ -264,8 +268,8 @@ class _Lead:
                 return False, ""
 
     def plan(self, step: int) -> list[list[Any]]:
-        """Its chunks, as JSON of _Planned."""
-        del self._members[step]
+        """The chunks of a step, as JSON of _Planned."""
+        del self._samples[step]
         return [self._line(closed) for closed in self.coordinator.plan(step)]
 
     def _line(self, closed: Closed) -> list[Any]:
@@ -287,7 +291,7 @@ class _Lead:
             return f"no chunk was finished for rollout.timeout_s = {limit_s:g} s: {waiting}, {who}"
         return ""
 
-    def _book(self, outcome: Outcome) -> None:
+    def _book(self, outcome: TaskOutcome) -> None:
         if not outcome.ok:
             self.coordinator.give_up(outcome.id, outcome.reason)
             return
@@ -296,7 +300,7 @@ class _Lead:
             publication = int(meta["publication"])
             if meta["life"] != self.life:
                 publication = -1
-            wanted = {m.sample_id for m in self._chunk_members(chunk)}
+            wanted = {s.sample_id for s in self._chunk_samples(chunk)}
             if unpack_scores(meta["scores"]).keys() != wanted or not isinstance(meta["layout"], dict):
                 raise ValueError("it is about other samples")
         except (KeyError, TypeError, ValueError) as error:
@@ -313,7 +317,7 @@ class _Lead:
 
     def _submit(self, tasks: Sequence[tuple[Chunk, str]]) -> None:
         """A chunk that no message holds is given up by itself: this rank must not leave the others alone."""
-        rows = [ChunkWork(chunk.step, self._chunk_members(chunk)).to_json() for chunk, _ in tasks]
+        rows = [ChunkWork(chunk.step, self._chunk_samples(chunk)).to_json() for chunk, _ in tasks]
         until_s = self.client.now_s() + TASK_S
         requests = [TaskRequest(task_id, KIND, i, i + 1, until_s) for i, (_, task_id) in enumerate(tasks)]
         try:
@@ -327,10 +331,10 @@ class _Lead:
             self._submit(tasks[:half])
             self._submit(tasks[half:])
 
-    def _chunk_members(self, chunk: Chunk) -> list[RolloutSample]:
+    def _chunk_samples(self, chunk: Chunk) -> list[RolloutSample]:
         recipe = self.job.recipe
-        if chunk.step not in self._members:
-            self._members[chunk.step] = step_members(
+        if chunk.step not in self._samples:
+            self._samples[chunk.step] = step_members(
                 self.groups.groups(chunk.step),
                 group_size=recipe.rl.rollout.group_size,
                 step=chunk.step,
@@ -338,7 +342,7 @@ class _Lead:
                 same_noise=recipe.sampling.same_noise,
             )
         base = chunk.group * recipe.rl.rollout.group_size
-        return self._members[chunk.step][base + chunk.first : base + chunk.stop]
+        return self._samples[chunk.step][base + chunk.first : base + chunk.stop]
 
 
 def async_source(

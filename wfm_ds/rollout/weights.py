@@ -77,7 +77,7 @@ class PolicyWeights:
                     f"publication {manifest.publication} cannot be fetched: {error}", fatal=False
                 ) from error
             if not matches(folder, manifest.files):
-                raise TaskFailed(f"publication {manifest.publication} has not the announced digests", fatal=False)
+                raise TaskFailed(f"publication {manifest.publication} does not have the announced digests", fatal=False)
             yield folder
 
     def _fetch(self, manifest: Manifest, file: PolicyFile, path: Path) -> None:

@@ -112,7 +112,7 @@ def work(recipe: Recipe, args: argparse.Namespace, stop: threading.Event) -> int
         client.attach(ATTACH_S)
         info = client.kinds.get(KIND)
         if info is None:
-            raise RecipeError(f"{args.connect} is no trainer of an async run: give rollout/pipes.json of its output")
+            raise RecipeError(f"{args.connect} is not a trainer of an async run: give rollout/pipes.json of its output")
         generator = build_generator(recipe, args.device, client, info["identity"])
         return Lanes(recipe, generator, client, keys, info, args).run(stop)
     finally:
@@ -120,7 +120,7 @@ def work(recipe: Recipe, args: argparse.Namespace, stop: threading.Event) -> int
 
 
 def worker_keys(recipe: Recipe, folder: Path | None) -> ClientKeys | None:
-    """Those in `folder`, else the trainer's own where this machine has them. Raises KeyFileError."""
+    """The keys in `folder`, else the trainer's own if this machine has them. Raises KeyFileError."""
     own = recipe.rl.rollout.keys
     if folder is not None:
         return client_keys(folder)
@@ -188,7 +188,7 @@ class Lanes:
         ]
 
     def run(self, stop: threading.Event) -> int:
-        """Until asked to stop, dismissed, left alone by the trainer, or found by another one."""
+        """Work until asked to stop, dismissed, or left alone, or until another trainer is at the address."""
         from wfm_ds.rollout.rewards import RewardClient
 
         reward = self.recipe.rl.reward
@@ -232,18 +232,18 @@ class Lanes:
             raise TaskFailed(f"the task cannot be read: {type(error).__name__} {error}", fatal=True) from error
         made = self.generator.make(work, manifest, progress)
         names = [function.name for function in self.recipe.rl.reward.functions]
-        members, video = work.members, self.generator.sampler.model.video
+        samples, video = work.samples, self.generator.sampler.model.video
         broken = submit_media(
             rewards,
             names,
             made.media,
             made.finite,
-            [m.sample_id for m in members],
-            [m.prompt for m in members],
+            [s.sample_id for s in samples],
+            [s.prompt for s in samples],
             self.recipe.sampling.fps if video else None,
         )
         layout, arrays = pack_trajectory(made.trajectory)
         scores = rewards.wait() | broken
-        packed = pack_scores({m.sample_id: scores[m.sample_id] for m in members}, MAX_FAILURE_CHARS)
+        packed = pack_scores({s.sample_id: scores[s.sample_id] for s in samples}, MAX_FAILURE_CHARS)
         meta = {"life": manifest.life, "publication": made.publication, "layout": layout, "scores": packed}
         return Answer(meta, arrays)

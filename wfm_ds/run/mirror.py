@@ -24,10 +24,11 @@ from wfm_ds.errors import StorageError
 from wfm_ds.run import layout
 from wfm_ds.run.layout import CHECKPOINTS, EARLIER, METRICS, RECIPE, RECORD, RESULT, RUN_FILES, RUN_FOLDERS
 from wfm_ds.storage import atomic, transfer
+from wfm_ds.storage.transfer import Moved
 
 log = logging.getLogger(__name__)
 
-LEDGER = ".storage.json"
+NOTES = ".storage.json"
 PASS_S = 300.0  # between two looks at what has grown; checkpoints and exports do not wait for it
 FIRST_RETRY_S, LAST_RETRY_S = 2.0, 60.0  # the wait after a failed pass doubles from one to the other
 FOLDERS = ("samples", "safetensors", "tensorboard", "logs", EARLIER)  # besides checkpoints
@@ -37,11 +38,36 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A local file as it was when the storage got it, and the bytes of the object there."""
+    """A local file as it was when it was sent, and the size of the object in the storage."""
 
     size: int
     mtime_ns: int
     stored: int
+
+
+class Progress:
+    """When the storage last took something that it had not taken before.
+
+    A file that is sent again after a failure counts from where the try that got furthest was cut off: a storage that
+    takes the same part again and again is not taking the run.
+    """
+
+    def __init__(self) -> None:
+        self.at = time.monotonic()
+        self._furthest: dict[str, int] = {}  # bytes of the best try, by name
+
+    def begin(self, name: str) -> Moved:
+        """Return what counts the bytes of a try to send this name."""
+        sent = 0
+
+        def moved(num_bytes: int) -> None:
+            nonlocal sent
+            sent += num_bytes
+            if sent > self._furthest.get(name, -1):
+                self._furthest[name] = sent
+                self.at = time.monotonic()
+
+        return moved
 
 
 class Mirror:
@@ -52,11 +78,10 @@ class Mirror:
         self.folder, self.address, self.keep = folder, address, keep
         self._sent = self._noted()
         self._copied: dict[tuple[int, ...], str] = {}  # the object of a file with several names, by its identity
-        self._wakeup, self._changed = threading.Event(), threading.Condition()
-        self._asked, self._done = 0, 0  # passes that somebody waits for, by number
-        self._moved_at = time.monotonic()
-        self._attempt, self._furthest = 0, 0  # bytes of this pass since a name was new in the storage, and of any such
-        self._arrived: set[str] = set()  # names that have come since somebody waits
+        self._wakeup = threading.Event()
+        self._finishing, self._complete = False, threading.Event()  # the next whole pass is the last, and is over
+        self._progress = Progress()
+        self._is_claimed = False  # by the record of what a run may have written there
         self._closed, self._failure = False, ""
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
 
@@ -78,8 +103,8 @@ class Mirror:
                 transfer.download(f"{self.address}/{name}", path, size=size)
 
     def fetch(self, address: str) -> Path:
-        """Copy this checkpoint of the storage, and the metrics up to it, into the folder; the checkpoint's folder.
-        Raises StorageError."""
+        """Copy this checkpoint of the storage, and the metrics up to it, into the folder, and return the checkpoint's
+        folder. Raises StorageError."""
         found = remote.read(address)
         stored = transfer.listing(self.address)
         if found is None or METRICS not in stored:
@@ -93,7 +118,8 @@ class Mirror:
         return folder
 
     def newer(self) -> int | None:
-        """The newest step of the storage's complete checkpoints if the folder has none as new. Raises StorageError."""
+        """Return the newest step of the storage's complete checkpoints if the folder has none as new, else None. Raises
+        StorageError."""
         found = remote.newest(f"{self.address}/{CHECKPOINTS}")
         return None if found is None or found.step <= max(self._steps(), default=-1) else found.step
 
@@ -108,7 +134,6 @@ class Mirror:
                 "set checkpoint.storage to another address"
             )
         stored = transfer.listing(self.address)
-        transfer.put(layout.record_of((*RUN_FILES, *RUN_FOLDERS)).encode(), f"{self.address}/{RECORD}")
         transfer.remove([f"{self.address}/{RESULT}"] if RESULT in stored else [])
         self._sent = {name: sent for name, sent in self._sent.items() if stored.get(name) == sent.stored}
         for step in self._steps():  # its COMPLETE stands for the rest
@@ -120,74 +145,70 @@ class Mirror:
         self.wake()
 
     def wake(self) -> None:
-        """Something new is complete."""
+        """Send what is complete by now without waiting for the next pass."""
         self._wakeup.set()
 
     def unverified(self) -> Collection[int]:
-        """The local checkpoints that must not be removed, by step: neither they nor newer ones are in the storage."""
+        """Return the steps of local checkpoints that must not be removed: neither they nor newer ones are stored."""
         verified = max((step for step in self._steps() if self._has(marker(step))), default=-1)
         return [step for step in self._steps() if step > verified]
 
     def finish(self, stall_s: float) -> list[str]:
-        """Wait until the storage has everything, and end; no longer than it takes nothing new for `stall_s`: what is
-        sent once more after a failure does not count. Returns the names that it has not."""
-        with self._changed:
-            self._asked += 1
-            asked, self._moved_at = self._asked, time.monotonic()
-            self._attempt, self._furthest, self._arrived = 0, 0, set()
-            self._wakeup.set()
-            while self._done < asked and (left := self._moved_at + stall_s - time.monotonic()) > 0:
-                self._changed.wait(left)
-            complete = self._done >= asked
+        """Wait until the storage has everything, and end; no longer than it takes nothing new for `stall_s`. Returns
+        the names that it does not have."""
+        self._progress = Progress()
+        self._finishing = True
+        self._wakeup.set()
+        while (left := self._progress.at + stall_s - time.monotonic()) > 0 and not self._complete.wait(left):
+            pass  # something has been taken meanwhile, or not
         self._closed = True
         self._wakeup.set()
-        if complete:
+        if self._complete.is_set():
             self._thread.join()
             return []
         return self.missing()
 
     @property
     def failure(self) -> str:
-        """Why the last pass failed; empty if it did not."""
+        """The reason why the last pass failed; empty if it did not."""
         return self._failure
 
     def missing(self) -> list[str]:
-        """The names that the storage has not, or not as they are; a checkpoint counts as one."""
+        """Return the names that the storage does not have as they are; a checkpoint counts as one."""
         return [*(f"{CHECKPOINTS}/step_{step}" for step in self._unsent_steps()), *self._unsent()]
 
     def send_result(self) -> None:
-        """The run's last act: result.json, once all else is there. Raises StorageError."""
+        """Send result.json, once all else is there. Raises StorageError."""
         transfer.upload(self.folder / RESULT, f"{self.address}/{RESULT}")
 
     # ---- the thread
 
     def _run(self) -> None:
         wait_s, retry_s = PASS_S, FIRST_RETRY_S
-        while not self._closed:
+        while True:
             self._wakeup.wait(wait_s)
             self._wakeup.clear()
             if self._closed:
                 return
-            asked = self._asked
+            is_last = self._finishing  # what the run left before it asked is sent by a pass that begins afterwards
             try:
                 self._pass()
             except _ClosedError:
                 return
             except (StorageError, OSError) as error:
                 self._failed(str(error))
-                wait_s, retry_s = retry_s, min(2 * retry_s, LAST_RETRY_S)
-                continue
             except Exception as error:  # the border of the thread: training goes on, and the end says what is missing
                 log.exception("copying to %s failed", self.address)
                 self._failed(f"{type(error).__name__}: {error}")
-                wait_s, retry_s = retry_s, min(2 * retry_s, LAST_RETRY_S)
+            else:
+                if self._failure:
+                    log.info("%s takes copies again", self.address)
+                wait_s, retry_s, self._failure = PASS_S, FIRST_RETRY_S, ""
+                if is_last:
+                    self._complete.set()
+                    return
                 continue
-            if self._failure:
-                log.info("%s takes copies again", self.address)
-            wait_s, retry_s, self._failure = PASS_S, FIRST_RETRY_S, ""
-            with self._changed:
-                self._done = asked
-                self._changed.notify_all()
+            wait_s, retry_s = retry_s, min(2 * retry_s, LAST_RETRY_S)
 
     def _failed(self, reason: str) -> None:
         if not self._failure:
@@ -195,8 +216,10 @@ class Mirror:
         self._failure = reason
 
     def _pass(self) -> None:
-        """Send everything that the storage has not. Raises StorageError and OSError."""
-        self._attempt = 0
+        """Send everything that the storage does not have. Raises StorageError and OSError."""
+        if not self._is_claimed:  # before anything else, so that --overwrite may remove it
+            transfer.put(layout.record_of((*RUN_FILES, *RUN_FOLDERS)).encode(), f"{self.address}/{RECORD}")
+            self._is_claimed = True
         try:
             while unsent := self._unsent_steps():
                 with contextlib.suppress(FileNotFoundError):  # pruned: it is not among them any more
@@ -206,8 +229,8 @@ class Mirror:
             self._note()
 
     def _send_files(self) -> None:
-        """All but checkpoints. One that fails does not keep the others; if two in a row do, it is not their fault.
-        Raises the first StorageError."""
+        """Send all but checkpoints. A file that fails does not keep the others; if two in a row do, the storage is to
+        blame. Raises the first StorageError."""
         first, before = None, None
         for name in self._unsent():
             error = None
@@ -239,7 +262,8 @@ class Mirror:
                 self._send(name)
 
         root = f"{self.address}/{CHECKPOINTS}"
-        num_bytes = remote.publish(found, f"{root}/step_{step}", before_complete=metrics, moved=self._moved)
+        target = f"{root}/step_{step}"
+        num_bytes = remote.publish(found, target, before_complete=metrics, moved=self._counted(marker(step)))
         self._keep_note_of(marker(step), num_bytes[store.COMPLETE])
         self._note()
         seconds, mib = time.monotonic() - began, sum(num_bytes.values()) / MIB
@@ -251,70 +275,59 @@ class Mirror:
         local, target = self._stat(name), f"{self.address}/{name}"
         identity = (local.st_dev, local.st_ino, local.st_size, local.st_mtime_ns)
         known = self._copied.get(identity) if local.st_nlink > 1 else None  # of the model, as in other full exports
-        if known is None or not self._copy_within(known, target, local.st_size):
-            transfer.upload(self.folder / name, target, size=local.st_size, moved=self._moved)
+        if known is None or not self._copy_within(known, target, name, local.st_size):
+            transfer.upload(self.folder / name, target, size=local.st_size, moved=self._counted(name))
             if local.st_nlink > 1:
                 self._copied[identity] = target
-        self._keep(name, Sent(local.st_size, local.st_mtime_ns, local.st_size))
+        self._sent[name] = Sent(local.st_size, local.st_mtime_ns, local.st_size)
 
-    def _copy_within(self, source: str, target: str, size: int) -> bool:
-        """Whether the storage made it of an object of its own, which somebody may have removed."""
+    def _copy_within(self, source: str, target: str, name: str, size: int) -> bool:
+        """Return whether the storage made the file of an object of its own, which somebody may have removed."""
         try:
             transfer.copy_within(source, target, size)
         except StorageError as error:
             log.info("%s: the file is sent instead", error)
             return False
-        self._moved(size)
+        self._counted(name)(size)
         return True
 
     def _keep_note_of(self, name: str, stored: int) -> None:
         local = self._stat(name)
-        self._keep(name, Sent(local.st_size, local.st_mtime_ns, stored))
+        self._sent[name] = Sent(local.st_size, local.st_mtime_ns, stored)
 
-    def _keep(self, name: str, sent: Sent) -> None:
-        """The storage has this file."""
-        with self._changed:
-            self._sent[name] = sent
-            if name not in self._arrived:
-                self._arrived.add(name)
-                self._attempt = self._furthest = 0
-                self._progress()
+    def _counted(self, name: str) -> Moved:
+        """Return what counts the bytes of this file as they arrive, and ends the transfer once nobody waits for it."""
+        moved = self._progress.begin(name)
 
-    def _moved(self, num_bytes: int) -> None:
-        if self._closed:
-            raise _ClosedError
-        with self._changed:
-            self._attempt += num_bytes
-            if self._attempt > self._furthest:
-                self._furthest = self._attempt
-                self._progress()
+        def counted(num_bytes: int) -> None:
+            if self._closed:
+                raise _ClosedError
+            moved(num_bytes)
 
-    def _progress(self) -> None:
-        self._moved_at = time.monotonic()
-        self._changed.notify_all()
+        return counted
 
     # ---- what is there
 
     def _steps(self) -> list[int]:
-        """Of complete local checkpoints."""
+        """Return the steps of complete local checkpoints."""
         root = self.folder / CHECKPOINTS
         return [step for step in store.steps(root) if store.read(root / f"step_{step}") is not None]
 
     def _unsent_steps(self) -> list[int]:
-        """Those of the checkpoints that stay."""
+        """Return the steps of checkpoints that are kept and not yet stored."""
         known = self._steps()
         kept = store.kept_steps(known, newest=max(known, default=0), keep=self.keep)
         return [step for step in known if step in kept and not self._has(marker(step))]
 
     def _unsent(self) -> Iterator[str]:
-        """The files besides checkpoints and result.json that are new or have changed since they were sent."""
+        """Yield the files besides checkpoints and result.json that are new or have changed since they were sent."""
         yield from (name for name in (RECIPE, METRICS) if (self.folder / name).exists() and not self._has(name))
         for top in FOLDERS:
             names = sorted(_files(self.folder, top), key=lambda name: (name.split("/")[:2], _comes_last(name), name))
             yield from (name for name in names if not self._has(name))
 
     def _has(self, name: str) -> bool:
-        """Whether the storage has the file as it is."""
+        """Return whether the storage has the file as it is."""
         sent = self._sent.get(name)
         if sent is None:
             return False
@@ -330,28 +343,28 @@ class Mirror:
     # ---- the note of it
 
     def _note(self) -> None:
-        """What the storage has, for the next process in this folder."""
+        """Write down what the storage has, for the next process in this folder."""
         files = {name: [sent.size, sent.mtime_ns, sent.stored] for name, sent in self._sent.items()}
         try:
-            atomic.write_text(self.folder / LEDGER, json.dumps({"address": self.address, "files": files}) + "\n")
+            atomic.write_text(self.folder / NOTES, json.dumps({"address": self.address, "files": files}) + "\n")
         except OSError as error:  # a full disk, of which the run itself speaks
-            log.warning("%s: %s; a continued run sends these files once more", self.folder / LEDGER, error)
+            log.warning("%s: %s; a continued run sends these files once more", self.folder / NOTES, error)
 
     def _noted(self) -> dict[str, Sent]:
-        """Empty if there is none that can be used: files are then sent again."""
+        """Read what `_note` wrote; empty if it cannot be used: files are then sent again."""
         try:
-            ledger = json.loads((self.folder / LEDGER).read_text(encoding="utf-8"))
-            files = ledger["files"] if ledger["address"] == self.address else {}
+            notes = json.loads((self.folder / NOTES).read_text(encoding="utf-8"))
+            files = notes["files"] if notes["address"] == self.address else {}
             return {name: Sent(*map(int, numbers)) for name, numbers in files.items()}
         except FileNotFoundError:
             return {}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            log.warning("%s is damaged (%s): all files are sent again", self.folder / LEDGER, error)
+            log.warning("%s is damaged (%s): all files are sent again", self.folder / NOTES, error)
             return {}
 
 
 class _ClosedError(Exception):
-    """The run does not wait any longer."""
+    """Raised in the thread when the run does not wait any longer."""
 
 
 def marker(step: int) -> str:
@@ -363,7 +376,7 @@ def _comes_last(name: str) -> bool:
 
 
 def _files(folder: Path, top: str) -> Iterator[str]:
-    """The complete files below folder/top, as names below `folder`."""
+    """Yield the complete files below folder/top, as names below `folder`."""
     for parent, folders, names in os.walk(folder / top):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:

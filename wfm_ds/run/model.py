@@ -12,7 +12,6 @@ from wfm_ds.data.datasets import buckets_of
 from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.models import registry
 from wfm_ds.models.base import DiffusionModel
-from wfm_ds.recipe.algorithms import DdrlAlgorithm, SftAlgorithm
 from wfm_ds.recipe.deepspeed import require_idle_experts
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.run.estimate import lora_parameters
@@ -20,6 +19,12 @@ from wfm_ds.ulysses.install import check as check_shareable
 from wfm_ds.ulysses.install import check_shape
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def family_of(recipe: Recipe) -> type[DiffusionModel]:
+    """The family that serves the recipe's pipeline. Raises ModelError where there is no such folder or family."""
+    own = recipe.model.family
+    return registry.family_of(registry.resolve(recipe.model.path, own), own)
 
 
 def load_model(recipe: Recipe, device: torch.device, *, placed: bool = False) -> DiffusionModel:
@@ -32,6 +37,7 @@ def load_model(recipe: Recipe, device: torch.device, *, placed: bool = False) ->
         settings.path,
         dtype=DTYPES[settings.dtype],
         device=device,
+        own_family=settings.family,
         max_sequence_length=settings.max_sequence_length,
         prompt_template=settings.prompt_template,
         guardrail=settings.guardrail,
@@ -45,18 +51,13 @@ def load_model(recipe: Recipe, device: torch.device, *, placed: bool = False) ->
     rollout_grid, _ = model.sigmas(size.steps, shape), model.sigmas(size.eval_steps, shape)
     if recipe.is_rl:
         build_rl(recipe, rollout_grid)  # raises what depends on the family's grid
-    if recipe.algorithm.name == "sft":
-        check_conditional_frames(recipe.algorithm, model, shape)
-        if recipe.algorithm.flow_shift is None:
-            _ = model.flow_shift  # raises where the scheduler has none
+    check_conditional_frames(recipe, model, shape)
+    recipe.algorithm.check_model(model)
     sizes = buckets_of(recipe, model).sizes  # raises for those that the family has not
     if len(model.sigma_ranges) > 1:
         require_idle_experts(recipe)
     elif size.guidance_scale_low is not None:
         raise RecipeError(f"sampling.guidance_scale_low: {model.path} has no second expert; remove the key")
-    if isinstance(recipe.algorithm, DdrlAlgorithm):
-        check_conditional_frames(recipe.algorithm, model, shape)
-        check_data_levels(recipe.algorithm, model)
     if recipe.engine.sequence_parallel > 1:
         check_shareable(model.denoiser, recipe.engine.sequence_parallel)
         check_sizes_shared(recipe, model, [(size.height, size.width), *sizes])
@@ -80,11 +81,9 @@ def check_sizes_shared(recipe: Recipe, model: DiffusionModel, sizes: Sequence[Si
             raise RecipeError(f"{whose}: the size [{height}, {width}] cannot be shared among ranks: {error}") from error
 
 
-def check_conditional_frames(
-    algorithm: SftAlgorithm | DdrlAlgorithm, model: DiffusionModel, shape: Sequence[int]
-) -> None:
+def check_conditional_frames(recipe: Recipe, model: DiffusionModel, shape: Sequence[int]) -> None:
     """RecipeError for numbers of conditional frames that the family does not know, or that leave nothing to predict."""
-    low, high = algorithm.min_num_conditional_frames, algorithm.max_num_conditional_frames
+    low, high = recipe.algorithm.num_conditional_frames
     unknown = sorted(set(range(low, high + 1)) - set(model.conditional_frames))
     if unknown:
         known = " or ".join(map(str, model.conditional_frames))
@@ -97,13 +96,4 @@ def check_conditional_frames(
         raise RecipeError(
             f"algorithm.max_num_conditional_frames {high} leaves nothing to predict of {num_frames} latent frames: "
             "lower it or raise sampling.num_frames"
-        )
-
-
-def check_data_levels(algorithm: DdrlAlgorithm, model: DiffusionModel) -> None:
-    """RecipeError where data would be noised for another expert than the rollout step that it is trained with."""
-    if algorithm.data_beta > 0 and not algorithm.use_rl_sigma_and_noise and len(model.sigma_ranges) > 1:
-        raise RecipeError(
-            f"algorithm.use_rl_sigma_and_noise: false draws noise levels that {model.family} denoises with another "
-            "expert than the rollout's: set it to true"
         )

@@ -115,8 +115,11 @@ def read_range(address: str, offset: int, size: int) -> bytes:
 
 
 def version(address: str) -> tuple[str | int, ...]:
-    """(address, size, tag): changes when the file does. Raises FileNotFoundError and StorageError."""
+    """Return (address, size, tag), which changes when the file does. Raises FileNotFoundError and StorageError, the
+    latter also for what is no regular file: a read of a pipe or a device may never end."""
     fs, path = filesystem(address)
+    if not is_remote(address) and os.path.exists(path) and not os.path.isfile(path):
+        raise StorageError(f"{address} is not a regular file")
     with answering(address):
         info = fs.info(path)
     return address if is_remote(address) else path, info["size"], str(info.get("ETag") or info.get("mtime"))

@@ -138,7 +138,9 @@ def supervision(
     resources.callback(source.close)
     num_images, whole = recipe.validation.num_images, data.num_samples
     held_out = chosen_once(
-        world, data.held_out, lambda: readable(data.held_out, recipe, buckets, num_images, whole=whole)
+        world,
+        data.held_out,
+        lambda: readable(data.held_out, recipe, buckets, num_images, whole=whole, what="samples held out"),
     )
     places = world.checked(lambda: [buckets.index_of(sample.media) for sample in held_out], on="leaders")
     framings = [buckets.framings[place] for place in world.share(places)]
@@ -186,4 +188,4 @@ def group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources
         cached=job.cached_latents,
     )
     resources.callback(source.close)
-    return PairGroups(job, source, functools.partial(clean_latents, job), algorithm.num_conditional_frames)
+    return PairGroups(job, source, functools.partial(clean_latents, job), algorithm.settings.num_conditional_frames)

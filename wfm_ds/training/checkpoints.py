@@ -13,6 +13,7 @@ from wfm_ds.checkpoint.store import Save
 from wfm_ds.checkpoint.target import ExportTarget
 from wfm_ds.run.job import Job
 from wfm_ds.run.layout import CHECKPOINTS
+from wfm_ds.training.outcome import Agreed
 
 log = logging.getLogger(__name__)
 
@@ -50,19 +51,22 @@ class Checkpoints:
             self._saved_at = loop.step
         self.job.monitor.message(f"continues after step {loop.step} from {source}")
 
-    def after_step(self, loop: Resumable) -> None:
+    @property
+    def is_writing(self) -> bool:
+        """Tell if a thread of this rank still writes its share of the last checkpoint."""
+        return self._saving is not None and not self._saving.share_is_written()
+
+    def after_step(self, loop: Resumable, agreed: Agreed) -> None:
         """Save, when the recipe says so or SIGUSR1 did. After the step's metrics are written: they belong to the
         checkpoint.
 
         The step waits only until its state is on the host; a thread writes it, and a later step finds it written.
         """
-        writing = self._saving is not None and not self._saving.share_is_written()
-        anywhere = self.job.world.maxima({"writing": float(writing), "asked": float(self.job.stop.take_save())})
-        if not anywhere["writing"]:
+        if not agreed.writing:
             self.finish()
         every, step = self.settings.every, loop.step
         due = every > 0 and (step % every == 0 or step == self.job.recipe.run.steps)
-        if due or anywhere["asked"]:
+        if due or agreed.save:
             self._begin(loop)
 
     def at_stop(self, loop: Resumable) -> None:

@@ -32,7 +32,7 @@ class Exporter:
             self._export(step)
         assert self._written is not None
         folder, job = self._written[1], self.job
-        job.monitor.message("load it with:\n" + loading_lines(job.model.path, folder, job.engine.lora))
+        job.monitor.last_message("load it with:\n" + loading_lines(job.model.path, folder, job.engine.lora))
 
     def _export(self, step: int) -> None:
         job = self.job

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from wfm_ds.algorithms.sft import NUM_BUCKETS
-from wfm_ds.recipe.algorithms import DdrlAlgorithm
 
 if TYPE_CHECKING:
     from wfm_ds.algorithms import RlAlgorithm
@@ -79,7 +78,7 @@ def rl_step(
     rollout = seen_by(policy, in_batches(derived.samples_per_rank, recipe.engine.max_forward_batch, times))
     terms = num_terms(recipe, derived)
     calls = math.ceil(terms / recipe.engine.micro_batch_size)
-    trained = Forwards(calls, terms + num_data(recipe, terms))  # a term and its data share a forward
+    trained = Forwards(calls, terms + algorithm.settings.num_data(terms))  # a term and its data share a forward
     compared = Forwards(folded_calls(terms, recipe.engine.micro_batch_size, recipe.engine.max_forward_batch), terms)
 
     parts = [] if recipe.is_async else [{"rollout": rollout}]
@@ -109,14 +108,6 @@ def num_terms(recipe: Recipe, derived: Derived) -> int:
     algorithm, rollout = recipe.rl.algorithm, recipe.rl.rollout
     kept = algorithm.best_of_n or rollout.group_size
     return math.ceil(derived.terms_per_rank * kept / rollout.group_size)
-
-
-def num_data(recipe: Recipe, terms: int) -> int:
-    """Samples of data that are trained on beside this many terms (DDRL)."""
-    algorithm = recipe.algorithm
-    if not isinstance(algorithm, DdrlAlgorithm) or algorithm.data_beta == 0:
-        return 0
-    return terms // len(algorithm.train_on) if algorithm.data_on_first_only else terms
 
 
 def evaluations(plan: Plan) -> list[float]:

@@ -28,18 +28,19 @@ class Loop(ABC):
         """Train to the recipe's last step, or until a rank is asked to stop; then save and say `preempted`."""
         job = self.job
         self.begin()
+        stop = job.should_stop()
         while self.step < job.recipe.run.steps:
-            self.wait(self.step + 1)
-            if job.should_stop():
+            if stop or not self.wait(self.step + 1):
                 self.checkpoints.at_stop(self)
                 return Outcome("preempted", self.step, self.metrics)
             self.step += 1
             report = self.train_on(self.step)
             self.validator.after_step(self.step)
             self.exporter.after_step(self.step)
-            finish_step(job, self.step, report)
+            agreed = finish_step(job, self.step, report, writing=self.checkpoints.is_writing)
             self.metrics = report.last
-            self.checkpoints.after_step(self)  # last: the step's metrics belong to it
+            self.checkpoints.after_step(self, agreed)  # last: the step's metrics belong to it
+            stop = agreed.stop
         return Outcome("finished", self.step, self.metrics)
 
     def begin(self) -> None:
@@ -48,8 +49,8 @@ class Loop(ABC):
         self.job.monitor.progress(self.step, samples=0)
 
     @abstractmethod
-    def wait(self, step: int) -> None:
-        """Return once what this step trains on can be had, or once a rank is asked to stop."""
+    def wait(self, step: int) -> bool:
+        """Return once what this step trains on can be had; False if a rank is asked to stop before."""
 
     @abstractmethod
     def train_on(self, step: int) -> StepReport:

@@ -77,16 +77,14 @@ def level(
 ) -> list[TermT]:
     """Terms of weight 1 in their order, and so many of weight 0 that all ranks have equally many of each expert.
 
-    `terms`: this rank's, not empty. `maxima`: over ranks, collective. Where no rank has a term of weight 1, one of
-    weight 0 is left: the optimizer step that will be skipped.
+    `terms`: this rank's, not empty. `maxima`: over ranks, collective. Empty where no rank has a term of weight 1: then
+    there is no optimizer step to do.
     """
     by_expert = [[t for t in terms if expert_of(t.sigma) == expert] for expert in range(num_experts)]
-    live = [[t for t in of_stage if t.weight > 0] for of_stage in by_expert]
+    live = [[t for t in of_expert if t.weight > 0] for of_expert in by_expert]
     highest = {f"sigma {expert}": max((t.sigma for t in ts), default=0.0) for expert, ts in enumerate(by_expert)}
     agreed = maxima({f"count {expert}": float(len(ts)) for expert, ts in enumerate(live)} | highest)
     needed = [int(agreed[f"count {expert}"]) for expert in range(num_experts)]
-    if not any(needed):
-        needed[next(expert for expert in range(num_experts) if agreed[f"sigma {expert}"] > 0)] = 1
     levelled: list[TermT] = []
     for expert, count in enumerate(needed):
         # A rank without a term of this expert asks about another one's latents at a sigma of the expert, for no weight.

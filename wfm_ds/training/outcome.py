@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from wfm_ds.errors import RunError
-from wfm_ds.training.speed import speed_metrics, speed_note
+from wfm_ds.training.speed import speed_metrics, speed_note, take_peak_memory
 
 if TYPE_CHECKING:
     from wfm_ds.engine.engine import StepResult
@@ -36,6 +36,15 @@ class StepReport:
     def last(self) -> Mapping[str, float]:
         """The last value of each metric."""
         return {**self.step, **self.updates[-1]}
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What some rank knew when a step ended, and all know since: decisions that they must take together."""
+
+    stop: bool  # asked to stop
+    save: bool  # asked for a checkpoint
+    writing: bool  # its share of the last checkpoint is not on disk yet
 
 
 class FiniteSteps:
@@ -66,14 +75,16 @@ def engine_metrics(job: Job, result: StepResult) -> dict[str, float]:
     }
 
 
-def finish_step(job: Job, step: int, report: StepReport) -> None:
-    """Write the metrics of a step's optimizer steps, one line each; collective.
+def finish_step(job: Job, step: int, report: StepReport, *, writing: bool) -> Agreed:
+    """Write the metrics of a step's optimizer steps, one line each; collective, in one exchange.
 
-    The first line also has the times, counts and speed of the whole step.
+    The first line also has the times, counts and speed of the whole step. writing: this rank's share of a checkpoint is
+    not on disk yet.
     """
     first, *others = report.lines
     work = job.engine.take_work()  # within the step's time: it takes seconds at first
-    times = job.timer.collect(job.world)
+    measured = {**job.timer.lap(), **take_peak_memory(job.world.device)}
+    times, agreed = agree(job, measured, writing=writing)
     speed = speed_metrics(job, work, report.samples, times["time/step"])
     counts = {f"perf/forwards_{name}": float(count) for name, count in sorted(job.forward.counts.items())}
     job.forward.counts.clear()
@@ -82,4 +93,12 @@ def finish_step(job: Job, step: int, report: StepReport) -> None:
         job.monitor.scalars(update, metrics)
     headline = next((m for m in ("reward/total/mean", "sft/loss", "loss/total") if m in first), None)
     notes = [f"{headline} {first[headline]:.4f}"] if headline else []
-    job.monitor.progress(step, samples=report.samples, note=", ".join([*notes, speed_note(speed)]))
+    job.monitor.progress(step, samples=report.samples, note=", ".join([*notes, speed_note({**times, **speed})]))
+    return agreed
+
+
+def agree(job: Job, measured: Mapping[str, float], *, writing: bool) -> tuple[dict[str, float], Agreed]:
+    """The times of the slowest rank, the memory of the largest, and what all ranks must agree on; collective."""
+    flags = {"save": job.stop.take_save(), "stop": job.stop.is_set, "writing": writing}
+    largest = job.world.maxima({**measured, **flags})
+    return {name: largest[name] for name in measured}, Agreed(**{name: largest[name] > 0 for name in flags})

@@ -13,7 +13,6 @@ from wfm_ds.algorithms import engine_policies
 from wfm_ds.data.datasets import TrainingData, buckets_of, load_data, readable
 from wfm_ds.distributed.world import ranks_per_node
 from wfm_ds.errors import RecipeError
-from wfm_ds.models import registry
 from wfm_ds.pipes.sockets import check_endpoint
 from wfm_ds.recipe.deepspeed import deepspeed_config
 from wfm_ds.recipe.derived import derive, num_replicas
@@ -23,7 +22,7 @@ from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.rollout.service import endpoints, spawn_devices, trainer_keys
 from wfm_ds.run.estimate import memory_lines
 from wfm_ds.run.folder import Start, find_start
-from wfm_ds.run.model import load_model
+from wfm_ds.run.model import family_of, load_model
 from wfm_ds.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ NUM_DECODED = 32  # samples that --check looks into
 def check_rewards(recipe: Recipe, prompts: Sequence[Prompt]) -> None:
     """Known rewards that can score these prompts; a running service answers. Raises RewardError or RecipeError."""
     reward = recipe.rl.reward
-    video = registry.family_of(registry.resolve(recipe.model.path)).video
+    video = family_of(recipe).video
     for function in reward.functions:
         check_needs(function, prompts, local=reward.spawn, video=video)
     if reward.endpoint is not None:
@@ -71,7 +70,7 @@ def check_needs(function: RewardFunction, prompts: Sequence[Prompt], *, local: b
                 f"prompts lack, e.g. {lacking[0]}: add it to the prompt file or choose another reward"
             )
     if local:
-        rewards.create(function.name, "cpu", function.options)
+        rewards.check(function.name, "cpu", function.options, function.max_batch)
 
 
 def preflight(recipe: Recipe, world_size: int) -> TrainingData:
@@ -85,8 +84,8 @@ def preflight(recipe: Recipe, world_size: int) -> TrainingData:
         world_size=world_size,
         ranks_per_node=ranks_per_node(world_size),
     )
-    registry.resolve(recipe.model.path)
-    for doubt in recipe.doubts():
+    family_of(recipe)
+    for doubt in recipe.algorithm.doubts():
         log.warning(doubt)
     data = load_data(recipe)
     if recipe.is_async:

@@ -57,8 +57,8 @@ class RlLoop(Loop):
         self.source.publish(self.step)
         super().begin()
 
-    def wait(self, step: int) -> None:
-        self.source.wait(step)
+    def wait(self, step: int) -> bool:
+        return self.source.wait(step)
 
     def train_on(self, step: int) -> StepReport:
         with self.job.timer("rollout"):
@@ -67,6 +67,11 @@ class RlLoop(Loop):
             scores = self.source.scores(rollouts)
         advantages, judged = self.judge(rollouts, scores)
         updates = [self.levelled(terms) for terms in self.algorithm.updates(rollouts, advantages.values, step)]
+        if not any(updates):  # levelled: all ranks have as many
+            log.warning(
+                "step %d: no sample of this step teaches anything: each failed, or was rewarded like all of its group",
+                step,
+            )
         recalled = self.recall(updates, rollouts)
         metrics = [self.optimize(terms, rollouts, old) for terms, old in zip(updates, recalled, strict=True)]
         judged |= self.move_policies()
@@ -130,8 +135,10 @@ class RlLoop(Loop):
             return [[], *(self.predictions("old", self.micro_batches(terms, rollouts), size) for terms in parts[1:])]
 
     def optimize(self, terms: Sequence[Term], rollouts: StepRollouts, recalled: list[Tensor]) -> dict[str, float]:
-        """One optimizer step on these terms of this replica, levelled."""
+        """One optimizer step on these terms of this replica, levelled; its metrics. Without any nothing moves."""
         job, engine = self.job, self.job.engine
+        if not terms:  # on any rank
+            return engine_metrics(job, engine.skip())
         # Counted over all replicas before the first backward: one denominator for all micro-batches.
         num_terms = int(job.world.replica_sums({"terms": sum(t.weight for t in terms)})["terms"])
         micros = self.micro_batches(terms, rollouts)
@@ -149,8 +156,7 @@ class RlLoop(Loop):
             if result.applied:
                 engine.update_ema()
                 self.current.clear()
-        if num_terms > 0:
-            self.finite.watch(result, [rollouts.mine[t.row].sample_id for t in terms])
+        self.finite.watch(result, [rollouts.mine[t.row].sample_id for t in terms])
         metrics = self.meter.collect(job.world)
         self.algorithm.review(metrics)
         return metrics | engine_metrics(job, result)

@@ -51,8 +51,9 @@ class SftLoop(Loop):
         self.shift = self.settings.flow_shift or job.model.flow_shift
         self.bands = density_bands(self.settings, self.shift, job.model.sigma_ranges)
 
-    def wait(self, step: int) -> None:
+    def wait(self, step: int) -> bool:
         """Return at once: the data are read ahead, and `train_on` waits for them."""
+        return True
 
     def train_on(self, step: int) -> StepReport:
         job, world = self.job, self.job.world

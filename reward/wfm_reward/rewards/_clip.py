@@ -55,7 +55,7 @@ class Clip:
             return _unit(self.model.text_projection(pooled))
 
     def cosines(self, media: npt.NDArray[np.uint8] | Sequence[Any], texts: Sequence[str]) -> list[float]:
-        """Of each picture and its own text."""
+        """Return the cosine of each picture and its own text."""
         values: list[float] = (self.images(media) * self.texts(texts)).sum(dim=-1).tolist()
         return values
 

@@ -41,8 +41,10 @@ class Judge(Reward):
         """`endpoint`: the address before /chat/completions, such as http://127.0.0.1:8000/v1. `api_key_env`: the
         environment variable that holds the key. Raises RewardError for what cannot be used."""
         super().__init__(device, **options)
-        if not 0 < timeout_s <= 600 or concurrency < 1:
-            raise RewardError(f"reward {self.name}: timeout_s must be within 0 and 600, concurrency at least 1")
+        if not 0 < timeout_s <= 600 or not isinstance(concurrency, int) or concurrency < 1:
+            raise RewardError(
+                f"reward {self.name}: timeout_s must be within 0 and 600, concurrency a whole number of at least 1"
+            )
         self.url = check_url(endpoint, f"reward {self.name}: endpoint").rstrip("/") + "/chat/completions"
         self.model, self.api_key_env, self.timeout_s, self.concurrency = model, api_key_env, timeout_s, concurrency
 

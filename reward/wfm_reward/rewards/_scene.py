@@ -26,9 +26,12 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """`soft`: the mean over the clauses of `include`; `correct`: as GenEval has it, at least as many objects as asked
-    for; `strict`: exactly as many."""
+class SceneScore:
+    """Scores of one picture.
+
+    `soft`: the mean over the clauses of `include`; `correct`: as GenEval has it, at least as many objects as asked for;
+    `strict`: exactly as many.
+    """
 
     soft: float
     correct: bool
@@ -40,14 +43,14 @@ def judge(
     include: Sequence[Mapping[str, Any]],
     exclude: Sequence[Mapping[str, Any]],
     colors_of: Callable[[str, Sequence[Found]], Sequence[str]],
-) -> Verdict:
+) -> SceneScore:
     """`objects`: by name, the most confident first. `include`: [{class, count, color?, position?: [relation, index]}],
     the position being relative to the clause of that index. `exclude`: [{class, count}], fewer than count of which may
     be there. `colors_of`: the colour of each of some objects of a name."""
     strict, shares = _checked(objects, include, colors_of, exact=True)
     correct, _ = _checked(objects, include, colors_of, exact=False)
     clean = all(len(objects.get(one["class"], ())) < one["count"] for one in exclude)
-    return Verdict(sum(shares) / len(shares), correct and clean, strict)
+    return SceneScore(sum(shares) / len(shares), correct and clean, strict)
 
 
 def _checked(
@@ -57,7 +60,7 @@ def _checked(
     *,
     exact: bool,
 ) -> tuple[bool, list[float]]:
-    """Whether all clauses hold, and the share of each that does. `exact`: further objects spoil a clause."""
+    """Return True if all clauses hold, and the share of each that does. `exact`: further objects spoil a clause."""
     shares: list[float] = []
     matched: list[Sequence[Found] | None] = []
     for clause in include:
@@ -82,7 +85,7 @@ def _checked(
 
 
 def relations(a: Found, b: Found) -> set[str]:
-    """Where a is as seen from b: left of, right of, above, below; none if they are too near to tell."""
+    """Return the place of a as seen from b: left of, right of, above, below; none if they are too near to tell."""
     centre = [((box[0] + box[2]) / 2, (box[1] + box[3]) / 2) for box in (a.box, b.box)]
     size = [(abs(box[2] - box[0]), abs(box[3] - box[1])) for box in (a.box, b.box)]
     offset = [centre[0][axis] - centre[1][axis] for axis in (0, 1)]
@@ -98,7 +101,7 @@ def relations(a: Found, b: Found) -> set[str]:
 
 
 def problem_in(metadata: Mapping[str, Any]) -> str:
-    """What is wrong with the questions in an item's metadata, "" if nothing is."""
+    """Return a sentence about wrong clauses in an item's metadata, "" if all are good."""
     for key in ("include", "exclude"):
         clauses = metadata.get(key, [])
         if not isinstance(clauses, list) or (key == "include" and not clauses):

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def loaded(reward: str, what: str, address: str, load: Callable[[str], T]) -> T:
-    """What `load` makes of a folder, or of the name of a repository on the hub. Raises RewardError with the way out."""
+    """Return `load` of a folder, or of the name of a repository on the hub. Raises RewardError with the way out."""
     path = Path(address).expanduser()
     try:
         return load(str(path) if path.exists() else address)
@@ -30,7 +30,7 @@ def loaded(reward: str, what: str, address: str, load: Callable[[str], T]) -> T:
 
 
 def file_of(address: str) -> str:
-    """A file itself, or where `OWNER/REPOSITORY:FILE` of the hub was fetched to. Raises OSError or ValueError."""
+    """Return the path of a file, or of a fetched `OWNER/REPOSITORY:FILE` of the hub. Raises OSError or ValueError."""
     path = Path(address).expanduser()
     if path.is_file():
         return str(path)

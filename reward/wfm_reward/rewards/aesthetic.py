@@ -13,7 +13,7 @@ LAYERS = (0, 2, 4, 6, 7)  # the linear ones of the published nn.Sequential; the 
 
 
 class Aesthetic(Reward):
-    """What people would give the picture, from 1 to 10, without a look at the prompt; usually 4 to 7, and unbounded."""
+    """The predicted mark of the picture from 1 to 10, without a look at the prompt; usually 4 to 7, and unbounded."""
 
     name = "aesthetic"
     media = frozenset({"image"})

@@ -1,4 +1,4 @@
-"""How near an image is to one colour: a reward without a model, for tests and first steps."""
+"""Nearness of an image to one colour: a reward without a model, for tests and first steps."""
 
 from __future__ import annotations
 

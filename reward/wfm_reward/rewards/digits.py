@@ -53,7 +53,7 @@ class Digits(Reward):
 
 
 def shade(grey: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
-    """What the judges see of a grey image [8,8] in 0 to 255: float64 [64] in -1 to 1."""
+    """Return the classifiers' input of a grey image [8,8] in 0 to 255: float64 [64] in -1 to 1."""
     return (2.0 * np.asarray(grey, np.float64) / 255.0 - 1.0).reshape(-1)
 
 

@@ -27,7 +27,7 @@ TEMPLATES = ("a photo of a {color} {name}", "a photo of a {color}-colored {name}
 
 
 class Detector(ABC):
-    """What finds objects of COCO's 80 names. `package.module:Class` as the option `detector` takes its place."""
+    """A detector of objects of COCO's 80 names. `package.module:Class` as the option `detector` takes its place."""
 
     def __init__(self, model: str, device: str) -> None:
         self.model, self.device = model, device
@@ -130,13 +130,13 @@ class GenEval(Reward):
         for found in sorted(self._detector.find(image), key=lambda one: -one.confidence):
             if found.confidence > least and len(objects[found.name]) < MAX_OBJECTS:
                 objects[found.name].append(found)
-        verdict = judge(
+        score = judge(
             objects,
             item.metadata["include"],
             item.metadata.get("exclude", []),
             lambda name, some: self._colors(image, name, some),
         )
-        return item.scored(verdict.soft, gen_eval_score=float(verdict.correct), gen_eval_strict=float(verdict.strict))
+        return item.scored(score.soft, gen_eval_score=float(score.correct), gen_eval_strict=float(score.strict))
 
     def _colors(self, image: npt.NDArray[np.uint8], name: str, objects: Sequence[Found]) -> list[str]:
         """The likeliest of COLORS for each object, by CLIP."""

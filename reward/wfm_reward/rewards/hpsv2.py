@@ -47,7 +47,7 @@ class HpsV2(Reward):
 
 
 class _Clip(Clip):
-    """With weights of open_clip."""
+    """A CLIP with weights of open_clip."""
 
     def __init__(self, reward: str, weights: str, base: str, device: str, dtype: str) -> None:
         import torch

@@ -1,4 +1,4 @@
-"""How well an image compresses, the two rewards of DDPO (arXiv 2305.13301): no model, so they run anywhere."""
+"""Compressibility of an image, the two rewards of DDPO (arXiv 2305.13301): without a model, so they run anywhere."""
 
 from __future__ import annotations
 

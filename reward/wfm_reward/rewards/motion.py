@@ -1,4 +1,4 @@
-"""How much a video moves: a reward without a model, for tests and dry runs. Noise moves most, a still not at all."""
+"""Motion of a video: a reward without a model, for tests and dry runs. Noise moves most, a still not at all."""
 
 from __future__ import annotations
 

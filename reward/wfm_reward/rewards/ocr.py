@@ -32,8 +32,8 @@ class Ocr(Reward):
             raise RewardError(
                 f"reward ocr runs on the CPU, not on {device}: set its device to cpu and add workers instead"
             )
-        if threads < 1:
-            raise RewardError(f"reward ocr: threads is {threads}, at least 1 is needed")
+        if not isinstance(threads, int) or threads < 1:
+            raise RewardError(f"reward ocr: threads is {threads!r}; it must be a whole number of at least 1")
         self.threads = threads
 
     def load(self) -> None:

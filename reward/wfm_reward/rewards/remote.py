@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 
 import numpy as np
 
-from wfm_reward.asking import Answer, Asker, Unanswered, check_url
+from wfm_reward.asking import Asker, HttpAnswer, Unanswered, check_url
 from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, RewardError, Score
 
 FAMILIES = ("REMOTE_REWARD", "WFM_REWARD", "DIFFUSION_REWARD")  # of variables; the later two are older names
@@ -159,7 +159,7 @@ def enqueue_body(reward: str, batch: MediaBatch) -> bytes:
     return json.dumps(fields).encode() + b"\n" + array.getvalue()
 
 
-def _good(answer: Answer) -> dict[str, Any]:
+def _good(answer: HttpAnswer) -> dict[str, Any]:
     if answer.status != 200:
         raise Unanswered(f"an answer of status {answer.status}: {answer.text()}")
     return answer.json()

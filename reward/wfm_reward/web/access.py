@@ -1,4 +1,4 @@
-"""Who may use the HTTP port: a token, as `Authorization: Bearer`, or as the password of a browser's own dialogue."""
+"""Access to the HTTP port: a token, as `Authorization: Bearer`, or as the password of a browser's own dialogue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from wfm_ds.errors import RewardError
 from wfm_reward.config import HttpConfig
-from wfm_reward.web.problem import Problem
+from wfm_reward.web.problem import HttpProblem
 
 TOKEN = "WFM_REWARD_TOKEN"
 
@@ -53,7 +53,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def check_token(header: str | None, token: str | None) -> None:
-    """Raises Problem 401 unless the Authorization header bears the token. Takes the same time for all wrong ones."""
+    """Raise HttpProblem 401 unless the Authorization header bears the token. All wrong ones take the same time."""
     if token is None:
         return
     scheme, _, given = (header or "").partition(" ")
@@ -67,4 +67,4 @@ def check_token(header: str | None, token: str | None) -> None:
     # aiohttp hands on bytes that are not UTF-8 as surrogates.
     if not hmac.compare_digest(given.strip().encode(errors="surrogateescape"), token.encode()):
         detail = "the token is wrong" if header else "a token is needed: send the header Authorization: Bearer TOKEN"
-        raise Problem(401, "unauthorized", detail)
+        raise HttpProblem(401, "unauthorized", detail)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from wfm_reward.web.problem import Problem
+from wfm_reward.web.problem import HttpProblem
 
 
 class MemoryBudget:
@@ -21,14 +21,14 @@ class MemoryBudget:
         return self._reserved
 
     def check(self, num_bytes: int) -> None:
-        """Raise Problem if so many bytes do not fit at present: 413 if they never would, else 429. Reserves nothing."""
+        """Raise HttpProblem if so many bytes never fit (413), or not at present (429). Reserves nothing."""
         if num_bytes > self.max_bytes:
             raise too_large(num_bytes, self.max_bytes)
         if self._reserved + num_bytes > self.max_bytes:
             raise full(self.max_bytes)
 
     def reserve(self, num_bytes: int) -> Reservation:
-        """Raises Problem as Reservation.grow does."""
+        """Raises HttpProblem as Reservation.grow does."""
         reservation = Reservation(self)
         reservation.grow(num_bytes)
         return reservation
@@ -50,7 +50,7 @@ class Reservation:
         self.num_bytes = 0
 
     def grow(self, num_bytes: int) -> None:
-        """Reserve more before it is allocated. Raises Problem: 413 if the request never fits, 429 if not at present."""
+        """Reserve more before it is allocated. Raises HttpProblem as MemoryBudget.check."""
         most = self._budget.max_bytes
         if self.num_bytes + num_bytes > most:
             raise too_large(self.num_bytes + num_bytes, most)
@@ -59,7 +59,7 @@ class Reservation:
         self.num_bytes += num_bytes
 
     def transferred(self, num_bytes: int) -> Reservation:
-        """Return a reservation of so many bytes in place of this one, which is empty then. Raises Problem as `grow`."""
+        """Return a reservation of so many bytes in place of this one, which is then empty. Raises HttpProblem."""
         if num_bytes > self.num_bytes:
             self.grow(num_bytes - self.num_bytes)
         successor = Reservation(self._budget)
@@ -74,10 +74,10 @@ class Reservation:
         self.num_bytes = 0
 
 
-def too_large(need: int, most: int) -> Problem:
+def too_large(need: int, most: int) -> HttpProblem:
     detail = f"this request needs {need} bytes at once; this service takes {most}: send fewer items in one"
-    return Problem(413, "too_large", detail)
+    return HttpProblem(413, "too_large", detail)
 
 
-def full(most: int) -> Problem:
-    return Problem(429, "full", f"more than {most} bytes of media wait to be scored", retry_after_s=5)
+def full(most: int) -> HttpProblem:
+    return HttpProblem(429, "full", f"more than {most} bytes of media wait to be scored", retry_after_s=5)

@@ -60,7 +60,7 @@ class Connections:
         self._idle_since_s[protocol] = math.inf
 
     def end_request(self, protocol: Any) -> None:
-        """The answer is ready; the client has `idle_s` to fetch it, or to send the next request."""
+        """Give the client `idle_s` to fetch the answer, or to send the next request."""
         self._idle_since_s[protocol] = self._loop.time()
 
     async def _accept(self, listener: socket.socket) -> None:
@@ -77,8 +77,11 @@ class Connections:
                 self._log.warning("%d HTTP connections are open, and no more are accepted", self._max)
                 _refuse(connection)
                 continue
-            with contextlib.suppress(ConnectionError):  # its client has left
+            try:
                 _, protocol = await self._loop.connect_accepted_socket(self._server, connection)
+            except OSError:  # its client has left
+                connection.close()
+            else:
                 self._idle_since_s.setdefault(protocol, self._loop.time())
 
     async def _cut_off_idle(self) -> None:
@@ -106,3 +109,4 @@ def _refuse(connection: socket.socket) -> None:
         connection.setblocking(False)
         connection.send(f"HTTP/1.1 503 Service Unavailable\r\n{head}\r\n\r\n{body}".encode())
         connection.shutdown(socket.SHUT_WR)
+        connection.recv(2**16)  # what is closed with bytes unread is reset, and the client may never see the answer

@@ -22,9 +22,10 @@ LATENTS = "latent"
 
 
 def parse_enqueue(body: memoryview) -> ScoreRequest:
-    """Raises Problem. `media_type`: image uint8 [B,H,W,3], video uint8 [B,3,T,H,W], or latent (also where it is absent)
-    float16, float32, or bfloat16 seen as uint8 with the last axis doubled, [B,C,T,h,w].
+    """Return the checked request. Raises HttpProblem.
 
+    `media_type`: image uint8 [B,H,W,3], video uint8 [B,3,T,H,W], or latent (also where it is absent) float16, float32,
+    or bfloat16 seen as uint8 with the last axis doubled, [B,C,T,h,w].
     Other keys: prompts, reward_fn {name: weight} of which those above 0 count, video_infos [{video_fps or fps}],
     geneval_tags, geneval_includes, and metadata, a map for each item.
     """

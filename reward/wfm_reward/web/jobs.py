@@ -1,4 +1,4 @@
-"""What came over HTTP, on its way through the hub: submitted, booked as it is scored, kept to be pulled.
+"""Requests of HTTP clients on their way through the hub: submitted, booked as they are scored, kept to be pulled.
 
 Owned by the port's event loop; one thread beside it waits for the hub's outcomes.
 """
@@ -19,12 +19,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from wfm_ds.pipes.client import Outcome, PipeClient
+from wfm_ds.pipes.client import PipeClient, TaskOutcome
 from wfm_ds.pipes.keys import ClientKeys
 from wfm_ds.pipes.submission import Piece, submit_in_pieces
 from wfm_ds.pipes.wire import Array
 from wfm_reward.web.budget import Reservation
-from wfm_reward.web.problem import Problem
+from wfm_reward.web.problem import HttpProblem
 from wfm_reward.web.request import ScoreRequest
 
 log = logging.getLogger(__name__)
@@ -33,13 +33,13 @@ MAX_REMEMBERED = 10000  # ids of jobs that have expired
 TICK_S = 0.5
 GRACE_S = 1.0  # after a deadline, for the hub to say first what it knows of the tasks
 
-Answer: TypeAlias = tuple[float | None, str | None, dict[str, float]]
-"""Of one item: value, failure, parts."""
+ItemAnswer: TypeAlias = tuple[float | None, str | None, dict[str, float]]
+"""One item: value, failure, parts."""
 
 
 @dataclass(slots=True)
 class Answers:
-    """Of one kind of worker for the rows of one submission, as they arrive."""
+    """Answers of one kind of worker for the rows of one submission, as they arrive."""
 
     rows: list[Any]
     left: int
@@ -71,7 +71,7 @@ class Jobs:
     def __init__(
         self, endpoint: str, max_batch: Mapping[str, int], result_ttl_s: float, keys: ClientKeys | None
     ) -> None:
-        """`max_batch`: by reward."""
+        """`max_batch`: the largest batch by reward."""
         self.max_batch = dict(max_batch)
         self._ttl_s = result_ttl_s
         self._jobs: dict[str, ScoreJob] = {}
@@ -87,7 +87,7 @@ class Jobs:
         self._thread.start()
 
     def close(self) -> None:
-        """May block for a moment: not in the event loop."""
+        """End the thread. May block for a moment: call it outside the event loop."""
         self._closing.set()
         self._pipe.close()
         self._thread.join(5)
@@ -106,16 +106,16 @@ class Jobs:
         return job
 
     def find(self, job_id: str) -> ScoreJob:
-        """Raises Problem: 410 for a job that has expired, 404 for one that never was."""
+        """Raises HttpProblem: 410 for a job that has expired, 404 for one that never was."""
         self._expire()
         if job_id in self._expired:
-            raise Problem(410, "expired", f"the scores of {job_id} were kept for {self._ttl_s:g} s")
+            raise HttpProblem(410, "expired", f"the scores of {job_id} were kept for {self._ttl_s:g} s")
         if job_id not in self._jobs:
-            raise Problem(404, "unknown_uuid", f"there is no request {job_id[:64]!r} here")
+            raise HttpProblem(404, "unknown_uuid", f"there is no request {job_id[:64]!r} here")
         return self._jobs[job_id]
 
     def forget(self, job: ScoreJob) -> None:
-        """It cannot be found any more: nobody will pull it."""
+        """Drop a job that nobody will pull."""
         self._jobs.pop(job.id, None)
 
     async def _run(
@@ -139,7 +139,7 @@ class Jobs:
     async def _scored(
         self, job: ScoreJob, request: ScoreRequest, media: Sequence[Array | str], deadline_s: float
     ) -> None:
-        """`media`: an item's array, or why there is none."""
+        """Have the items scored. `media`: an item's array, or why there is none."""
         there = [i for i, item in enumerate(media) if not isinstance(item, str)]
         rows = [_row(job.id, request, i) for i in there]
         arrays = [item for item in media if not isinstance(item, str)]
@@ -154,7 +154,7 @@ class Jobs:
         timer.cancel()
 
     async def _passed_on(self, inner: Answers, outer: Answers, places: Sequence[int]) -> None:
-        """Rewards finish one after the other, and can be pulled one after the other."""
+        """Hand on the answers of one reward: rewards finish, and can be pulled, one after the other."""
         if places:
             await inner.done.wait()
         for place, answer in zip(places, inner.rows, strict=True):
@@ -178,7 +178,7 @@ class Jobs:
         answers: Mapping[str, Answers],
         deadline_s: float,
     ) -> asyncio.TimerHandle:
-        """What ends the waiting for workers that are still busy some time after the deadline."""
+        """Submit rows to workers. Return the timer that ends the waiting for those still busy after the deadline."""
         sent = []
         for piece in submit_in_pieces(self._pipe, rows, arrays, max_rows, self._new_id, deadline_s):
             if piece.failure is not None:
@@ -200,7 +200,7 @@ class Jobs:
         return f"{self._name}/{next(self._numbers)}#{kind}"
 
     def _collect(self) -> None:
-        """The thread."""
+        """Wait for outcomes, in the thread."""
         while not self._closing.is_set():
             outcomes = self._pipe.take(TICK_S)
             if outcomes:
@@ -209,7 +209,7 @@ class Jobs:
                 except RuntimeError:  # the loop was closed meanwhile: nobody waits for them
                     return
 
-    def _book(self, outcomes: Sequence[Outcome]) -> None:
+    def _book(self, outcomes: Sequence[TaskOutcome]) -> None:
         for outcome in outcomes:
             found = self._pieces.pop(outcome.id, None)
             if found is None:
@@ -223,7 +223,7 @@ class Jobs:
             answers.put(piece.start, list(rows), outcome.seconds)
 
     def _expire(self) -> None:
-        """Nothing older than a result's time is kept; the oldest are first."""
+        """Drop what is older than a result's time; the oldest are first."""
         limit_s = time.monotonic() - self._ttl_s
         finished = ((i, job.finished_at_s) for i, job in self._jobs.items() if job.finished_at_s is not None)
         for job_id, _ in list(itertools.takewhile(lambda one: one[1] <= limit_s, finished)):
@@ -243,7 +243,7 @@ def _row(job_id: str, request: ScoreRequest, i: int) -> dict[str, Any]:
 
 
 def _video(answer: Any) -> Array | str:
-    """What a decoder said of one item: uint8 [T,H,W,3], or why there is none."""
+    """Load the video that a decoder left in a file: uint8 [T,H,W,3], or why there is none."""
     path, failure, _ = answer
     if failure is not None:
         return str(failure)
@@ -252,8 +252,8 @@ def _video(answer: Any) -> Array | str:
     return video
 
 
-def _discard(outcome: Outcome) -> None:
-    """A video that comes when nobody waits for it any more is a file that nobody else removes."""
+def _discard(outcome: TaskOutcome) -> None:
+    """Remove a video that came when nobody waited for it any more: nobody else does."""
     videos = outcome.meta.get("videos") if outcome.ok else None
     for path, _, _ in videos or []:
         if path is not None:

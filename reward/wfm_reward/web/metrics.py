@@ -19,11 +19,11 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 def exposition(view: View) -> bytes:
     """The text that Prometheus scrapes."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_View(view))
+    registry.register(_ViewCollector(view))
     return generate_latest(registry)
 
 
-class _View(Collector):
+class _ViewCollector(Collector):
     def __init__(self, view: View) -> None:
         self._view = view
 
@@ -91,7 +91,7 @@ def _of_service(view: View) -> Iterator[Metric]:
 
 
 def _buckets(times: Times) -> list[tuple[str, float]]:
-    """Cumulative, as Prometheus wants them."""
+    """Return cumulative counts, as Prometheus wants them."""
     counts, total = [], 0
     for bound, count in zip([*map(str, BUCKETS_S), "+Inf"], times.counts, strict=True):
         total += count

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wfm_reward.web.problem import Problem, malformed
+from wfm_reward.web.problem import HttpProblem, malformed
 
 MAGIC = b"\x93NUMPY"
 HEADER_BYTES = 4096
@@ -20,12 +20,12 @@ DTYPES = ("uint8", "float16", "float32")
 def read_npy(data: memoryview) -> npt.NDArray[Any]:
     """A view of `data`, which holds one array as numpy.save writes it. Nothing is allocated.
 
-    Raises Problem: 415 for what is not .npy, 422 for an array of objects, of another dtype than DTYPES, in Fortran
+    Raises HttpProblem: 415 for what is not .npy, 422 for an array of objects, of another dtype than DTYPES, in Fortran
     order, or whose bytes are not those that its header promises.
     """
     if bytes(data[: len(MAGIC)]) != MAGIC:
         hint = " (this looks like torch.save)" if bytes(data[:2]) in (b"PK", b"\x80\x02") else ""
-        raise Problem(415, "not_npy", f"the body after its first line is not .npy{hint}: write it with numpy.save")
+        raise HttpProblem(415, "not_npy", f"the body after its first line is not .npy{hint}: write it with numpy.save")
     head = io.BytesIO(data[: HEADER_BYTES + 16])
     try:
         version = np.lib.format.read_magic(head)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from wfm_reward.scorers import ScorerState
-from wfm_reward.stats import RewardStats, Sample
+from wfm_reward.stats import RewardStats, ScoredPicture
 from wfm_reward.web.view import View
 
 REFRESH_S = 5
@@ -114,7 +114,7 @@ def _failures(view: View, stats: RewardStats) -> str:
     return f"<table class=failures><tr><th>failed</th><th>sample</th><th>reason</th></tr>{rows}</table>"
 
 
-def _figure(sample: Sample) -> str:
+def _figure(sample: ScoredPicture) -> str:
     value = f"<b>{sample.value:.4g}</b>" if sample.value is not None else "<b class=bad>failed</b>"
     parts = "".join(f"<br>{escape(name)} {part:.4g}" for name, part in sorted(sample.parts.items()))
     at = time.strftime("%H:%M:%S", time.localtime(sample.at_s))
@@ -124,7 +124,7 @@ def _figure(sample: Sample) -> str:
     )
 
 
-def _data_uri(sample: Sample) -> str:
+def _data_uri(sample: ScoredPicture) -> str:
     from PIL import Image
 
     buffer = io.BytesIO()

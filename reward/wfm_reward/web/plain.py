@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from wfm_reward.web.problem import Problem, check_encodable, malformed
+from wfm_reward.web.problem import HttpProblem, check_encodable, malformed
 from wfm_reward.web.request import ScoreRequest
 
 Take: TypeAlias = Callable[[int], None]
@@ -26,7 +26,7 @@ OPTIONS = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,gif"}
 def parse_compute(body: memoryview, take: Take) -> tuple[ScoreRequest, float | None]:
     """The request, and its own time limit. `image`: base64 PNG or JPEG, one an item; or `video`: a list of such frames,
     or base64 MP4, WebM, Matroska or GIF, one an item. `take` is told the bytes of decoded media before they are
-    allocated. Raises Problem, and what `take` raises."""
+    allocated. Raises HttpProblem, and what `take` raises."""
     fields = _fields(body)
     prompts, images, videos = fields.get("prompt"), fields.get("image"), fields.get("video")
     if not isinstance(prompts, list) or not prompts or not all(isinstance(p, str) for p in prompts):
@@ -71,7 +71,7 @@ def decode_image(text: Any, take: Take) -> npt.NDArray[np.uint8]:
         with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as image:
             take(image.width * image.height * 3)  # only the header has been read
             return np.asarray(image.convert("RGB"))
-    except Problem:
+    except HttpProblem:
         raise
     except Exception as error:
         raise _unreadable("an image", error) from error
@@ -98,7 +98,7 @@ def _decode_file(data: bytes, take: Take) -> npt.NDArray[np.uint8]:
             for frame in container.decode(video=0):
                 take(frame.width * frame.height * 3)
                 frames.append(frame.to_ndarray(format="rgb24"))
-    except Problem:
+    except HttpProblem:
         raise
     except Exception as error:
         raise _unreadable("a video", error) from error
@@ -107,7 +107,7 @@ def _decode_file(data: bytes, take: Take) -> npt.NDArray[np.uint8]:
     return np.stack(frames)
 
 
-def _unreadable(what: str, error: Exception) -> Problem:
+def _unreadable(what: str, error: Exception) -> HttpProblem:
     return malformed(f"{what} cannot be read: {' '.join(str(error).split())[:100] or type(error).__name__}")
 
 

@@ -39,7 +39,7 @@ from wfm_reward.web.jobs import Answers, Jobs, ScoreJob
 from wfm_reward.web.metrics import CONTENT_TYPE, exposition
 from wfm_reward.web.page import render
 from wfm_reward.web.plain import compute_answer, parse_compute
-from wfm_reward.web.problem import Problem
+from wfm_reward.web.problem import HttpProblem
 from wfm_reward.web.request import ScoreRequest
 from wfm_reward.web.throttle import throttled_logger
 from wfm_reward.web.view import View, clock
@@ -68,7 +68,7 @@ class HttpPort:
     """`start` binds; `stop` closes. Both from one thread of the caller."""
 
     def __init__(self, service: ServiceParts, base: Path) -> None:
-        """`base`: the folder of the configuration file. Raises RewardError for what access.py refuses, and for a VAE
+        """`base` is the folder of the configuration file. Raises RewardError for what access.py refuses, and for a VAE
         that cannot be read."""
         assert service.config.http is not None
         self.config = service.config.http
@@ -87,13 +87,13 @@ class HttpPort:
         self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
 
     def start(self) -> None:
-        """After the hub's. Raises RewardError if the address cannot be bound."""
+        """Start the thread; the hub must run. Raises RewardError if the address cannot be bound."""
         self._thread.start()
         if not self._ready.wait(START_S) or self._error is not None:
             raise RewardError(f"cannot listen at http.bind {self.config.bind}: {self._error or 'it takes too long'}")
 
     def stop(self) -> None:
-        """Answers what is being answered for a moment, then ends."""
+        """Answer what is being answered for a moment, then end the thread."""
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # it has ended by itself
                 self._loop.call_soon_threadsafe(self._ending.set)
@@ -140,7 +140,7 @@ class HttpPort:
             await tasks[0]
 
     def _app(self) -> web.Application:
-        app = web.Application(middlewares=[self._border], client_max_size=FORM_BYTES)
+        app = web.Application(middlewares=[self._middleware], client_max_size=FORM_BYTES)
         app.add_routes([
             web.get("/", self._page),
             web.get("/health", self._health),
@@ -164,7 +164,7 @@ class HttpPort:
         await asyncio.to_thread(self._jobs.close)
 
     @web.middleware
-    async def _border(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check, count and answer every request."""
         self._connections.begin_request(request.protocol)
         try:
@@ -183,7 +183,7 @@ class HttpPort:
                 check_token(request.headers.get("Authorization"), self._token)
             check_encoding(request)
             return await handler(request)
-        except Problem as problem:
+        except HttpProblem as problem:
             response = web.json_response(problem.content, status=problem.status)
             if problem.retry_after_s is not None:
                 response.headers["Retry-After"] = str(problem.retry_after_s)
@@ -205,7 +205,7 @@ class HttpPort:
         try:
             hub = await asyncio.wait_for(asyncio.wrap_future(service.hub.status()), HUB_S)
         except (TimeoutError, asyncio.CancelledError) as error:
-            raise Problem(503, "stopping", "the hub does not answer: the service is stopping") from error
+            raise HttpProblem(503, "stopping", "the hub does not answer: the service is stopping") from error
         now_s, wall_s = clock()
         return View(
             version=wfm_ds.__version__,
@@ -259,10 +259,10 @@ class HttpPort:
         answers = job.results.get(reward)
         if answers is None:
             asked = ", ".join(job.results)
-            raise Problem(404, "unknown_type", f"{job.id} does not ask for {reward[:80]!r}, but for {asked}")
+            raise HttpProblem(404, "unknown_type", f"{job.id} does not ask for {reward[:80]!r}, but for {asked}")
         await _at_most(self.config.pull_wait_s, answers)
         if not answers.done.is_set():
-            raise Problem(400, "not_ready", f"the scores of {job.id} are not there yet: pull again")
+            raise HttpProblem(400, "not_ready", f"the scores of {job.id} are not there yet: pull again")
         content = pull_answer(
             reward,
             registry.describe(reward).primary,
@@ -291,15 +291,17 @@ class HttpPort:
     def _check_ready(self) -> None:
         waiting = self._service.scorers.waiting_for()
         if waiting and not self._service.scorers.all_were_ready:
-            raise Problem(503, "loading", f"still loading: {', '.join(waiting)}", retry_after_s=5)
+            raise HttpProblem(503, "loading", f"still loading: {', '.join(waiting)}", retry_after_s=5)
 
     def _start(self, wanted: ScoreRequest, reservation: Reservation, num_bytes: int, timeout_s: float) -> ScoreJob:
-        """Start a job, which takes over the reservation with the bytes of its media. Raises Problem if this service
+        """Start a job, which takes over the reservation with the bytes of its media. Raises HttpProblem if this service
         does not do what is wanted, or has too much to do."""
         offered = self._service.config.rewards
         unknown = [name for name in wanted.rewards if name not in offered]
         if unknown:
-            raise Problem(422, "unknown_reward", f"no reward {unknown[0][:80]!r} here; there are {', '.join(offered)}")
+            raise HttpProblem(
+                422, "unknown_reward", f"no reward {unknown[0][:80]!r} here; there are {', '.join(offered)}"
+            )
         decoder = self._decoder(wanted) if wanted.latents else None
         if decoder is not None:  # their videos will be held beside them
             num_bytes += sum(self._scales[item.shape[0]].video_bytes(item.shape) for item in wanted.media)
@@ -309,7 +311,9 @@ class HttpPort:
         channels, known = wanted.media[0].shape[0], self._service.config.latent_decoders
         if channels not in known:
             have = f"has decoders for {', '.join(map(str, known))}" if known else "decodes no latents"
-            raise Problem(422, "no_decoder", f"latents of {channels} channels, and this service {have}: send pixels")
+            raise HttpProblem(
+                422, "no_decoder", f"latents of {channels} channels, and this service {have}: send pixels"
+            )
         return f"decode:{channels}"
 
     def _received(self, request: web.Request) -> AbstractAsyncContextManager[tuple[memoryview, Reservation]]:

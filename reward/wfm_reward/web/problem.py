@@ -1,4 +1,4 @@
-"""What is wrong with a request, in the words and codes of the HTTP answer."""
+"""Errors of a request, in the words and codes of the HTTP answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 
-class Problem(Exception):
+class HttpProblem(Exception):
     """The request gets this answer: {"message": detail, "error": {"code", "detail"}}."""
 
     def __init__(self, status: int, code: str, detail: str, *, retry_after_s: int | None = None) -> None:
@@ -16,12 +16,12 @@ class Problem(Exception):
         self.content: dict[str, Any] = {"message": detail, "error": {"code": code, "detail": detail}}
 
 
-def malformed(detail: str) -> Problem:
-    return Problem(422, "malformed", detail)
+def malformed(detail: str) -> HttpProblem:
+    return HttpProblem(422, "malformed", detail)
 
 
 def check_encodable(*values: Any) -> None:
-    """Raise Problem for a text that UTF-8 cannot encode: no message, page or log line could carry it."""
+    """Raise HttpProblem for a text that UTF-8 cannot encode: no message, page or log line could carry it."""
     try:
         json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

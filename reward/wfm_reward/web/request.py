@@ -1,4 +1,4 @@
-"""What a client of the HTTP port wants scored, whichever way it said so."""
+"""A request of a client of the HTTP port, whichever protocol it speaks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ScoreRequest:
     """One array an item: an image uint8 [H,W,3], a video uint8 [T,H,W,3], or latents float16 or float32 [C,T,h,w]."""
     latents: bool
     info: Mapping[str, Any]
-    """Of what arrived, for the answer."""
+    """Facts about what arrived, for the answer."""
 
     @property
     def nbytes(self) -> int:

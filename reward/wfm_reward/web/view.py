@@ -14,7 +14,7 @@ from wfm_reward.stats import RewardStats
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is known of the whole service."""
+    """The state of the whole service."""
 
     version: str
     uptime_s: float

@@ -1,0 +1,82 @@
+"""The algorithm of docs/algorithms.md as the page has it, against its formula in float64."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pages import write_code
+from wfm_ds.algorithms import build_rl
+from wfm_ds.errors import RecipeError
+from wfm_ds.recipe.derived import derive
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.types import Prompt, Rollout
+
+GRID = torch.linspace(1, 0, 5, dtype=torch.float64)
+ADVANTAGES = [0.5, None, -1.0, 2.0]
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    write_code("algorithms.md", "my_algorithm.py", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def made(name="my_algorithm:RewardWeighted", **keys):
+        return Recipe.model_validate(
+            {
+                "run": {"output_dir": "out", "steps": 3},
+                "model": {"path": "tiny:sd3"},
+                "data": {"kind": "prompts", "path": "p"},
+                "sampling": {"height": 32, "width": 32, "steps": 4},
+                "algorithm": {"name": name, **keys},
+                "rollout": {"prompts_per_step": 2, "group_size": 2},
+                "reward": {"functions": [{"name": "color"}]},
+            }
+        )
+
+    return made
+
+
+def samples():
+    draw = torch.Generator().manual_seed(0)
+    return [
+        Rollout(
+            sample_id=str(i),
+            group_id="g",
+            prompt=Prompt(id="p", text="p"),
+            seed=i,
+            noise_seed=i,
+            clean_latents=torch.randn(2, 4, 4, generator=draw),
+        )
+        for i in range(4)
+    ]
+
+
+def test_its_loss_is_the_formula_of_the_page(recipe):
+    algorithm = build_rl(recipe(temperature=0.5, levels=3), GRID)
+    rollouts = samples()
+    [terms] = algorithm.updates(SimpleNamespace(mine=rollouts, first=0), ADVANTAGES, step=1)
+    batch = algorithm.assemble(terms, rollouts, torch.device("cpu"))
+    velocity = torch.randn(batch.latents.shape, generator=torch.Generator().manual_seed(1))
+    loss_B, stats = algorithm.loss(velocity, batch, {})
+
+    weights = torch.tensor([2 * (a or 0.0) for a in ADVANTAGES], dtype=torch.float64).exp().repeat_interleave(3)
+    error = (velocity.double() - batch.target.double()).square().mean(dim=(1, 2, 3))
+    torch.testing.assert_close(loss_B.double(), weights * error, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(stats["weighted/factor"].double(), weights, rtol=1e-6, atol=0)
+    assert batch.weight.tolist() == [1.0] * 3 + [0.0] * 3 + [1.0] * 6
+    # The noisy latents and the target are of one noise: x_s = x0 + sigma (eps - x0).
+    clean = torch.stack([rollouts[t.row].clean_latents for t in terms])
+    torch.testing.assert_close(batch.latents, clean + batch.sigma.view(-1, 1, 1, 1) * batch.target)
+
+
+def test_the_numbers_of_a_step_follow_from_its_settings(recipe):
+    assert derive(recipe(levels=3), world_size=2).terms_per_rank == 2 * 3
+
+
+def test_a_class_with_settings_that_is_no_algorithm_is_refused(recipe, tmp_path):
+    (tmp_path / "half_algorithm.py").write_text(
+        "from my_algorithm import RewardWeightedSettings\n\nclass Half:\n    Settings = RewardWeightedSettings\n"
+    )
+    with pytest.raises(RecipeError, match=r"has no class 'Half' that is a wfm_ds.algorithms.base.RlAlgorithm"):
+        build_rl(recipe("half_algorithm:Half"), GRID)

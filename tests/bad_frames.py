@@ -1,0 +1,174 @@
+"""Messages for a hub that are wrong in every way, drawn from a seed: what the fuzz tests of both its ports send."""
+
+import random
+import struct
+import time
+from collections import Counter
+
+import msgpack
+import numpy as np
+import zmq
+
+from wfm_ds.pipes import wire
+from wfm_ds.pipes.messages import CLIENT_TO_HUB, HUB_TO_CLIENT, HUB_TO_WORKER, WORKER_TO_HUB
+from wfm_ds.pipes.sockets import Dealer, Full
+from wfm_ds.pipes.wire import HEADER_BYTES, MAX_FRAMES, WireError, checksum
+
+WINDOW = 16  # messages without an answer: what a hub cannot send to a full pipe it drops
+PATIENCE_S = 60.0
+
+WHOLE = {
+    "attach": {"run": "fuzz", "client": "drawn", "epoch": 1},
+    "submit": {
+        "rows": [{"id": "s", "prompt": "a cat"}],
+        "tasks": [{"id": "t", "kind": "unknown", "start": 0, "stop": 1, "deadline_s": 1.0}],
+    },
+    "since": {"seq": 0},
+    "fetch": {"id": "nothing"},
+    "read": {"file": "nothing", "offset": 0},
+    "release": {"ids": ["a", "b"]},
+    "cancel": {"ids": ["a"], "why": "fuzz"},
+    "hello": {"worker": "w", "life": "1", "name": "w", "kinds": ["unknown"], "credit": 1, "held": []},
+    "beat": {"progress": [["t", 1, 0, 1]]},
+    "result": {"id": "t", "attempt": 1, "seconds": 0.1, "meta": {"a": 1}},
+    "failed": {"id": "t", "attempt": 1, "reason": "no", "detail": "", "fatal": False},
+}
+
+
+def odd_value(draw):
+    """A value that may stand anywhere."""
+    nest = []
+    for _ in range(draw.randrange(40)):
+        nest = [nest] if draw.random() < 0.5 else {"k": nest}
+    return draw.choice([
+        None, True, -1, 0, 2**31, 2**63 - 1, -(2**63), 2**64 - 1, 0.0, -0.5, float("nan"), float("inf"), "", "x" * 400,
+        "\x00", "\U0001f600" * 20, b"bytes", [], {}, [None] * 5000, {"k": {}}, {1: 2}, {b"k": 1}, nest,
+        msgpack.ExtType(5, b"x"), msgpack.Timestamp(1), draw.randbytes(20).decode("latin-1"),
+    ])  # fmt: skip
+
+
+def odd_table(draw):
+    """A tensor table in which a line lies."""
+    line = ["media", "uint8", [2, 3], 6, checksum(bytes(6))]
+    at = draw.randrange(6)
+    if at < 5:
+        line[at] = draw.choice([
+            "", "x" * 100, "object", "float64", "complex64", -1, 0, 2**31, 2**62, [2**31 - 1] * 8, [0], [1] * 9,
+            [-1, -6], [], "6", None, 6.0, [[2], 3], 10 * 2**30,
+        ])  # fmt: skip
+    return draw.choice([[line], [line] * draw.randrange(70), line, {}, "table", [line[:4]], [[]]])
+
+
+def header(fields):
+    packed = fields if isinstance(fields, bytes) else msgpack.packb(fields, datetime=False)
+    return struct.pack("<I", checksum(packed)) + packed
+
+
+def whole(draw, types):
+    """The fields of a message that is right, and its frames behind the header."""
+    name = draw.choice(sorted(types & WHOLE.keys()))
+    fields = {"v": wire.PROTOCOL, "t": name, "mid": draw.randrange(2**40), **WHOLE[name]}
+    if name not in ("submit", "result") or draw.random() < 0.5:
+        return fields, []
+    specs, frames = wire.pack_tensors([("media", np.frombuffer(draw.randbytes(48), np.uint8))])
+    fields["tensors"] = [[s.name, s.dtype, list(s.shape), s.nbytes, s.check] for s in specs]
+    return fields, [bytes(frame) for frame in frames[0]]
+
+
+def mutated(fields, draw):
+    """The fields with something wrong in them."""
+    fields = dict(fields)
+    key = draw.choice(sorted(fields))
+    kind = draw.randrange(5)
+    if kind == 0:
+        del fields[key]
+    elif kind == 1:
+        fields[draw.choice(["more", "", "v2", "x" * 300])] = odd_value(draw)
+    elif kind == 2:
+        fields["tensors"] = odd_table(draw)
+    elif kind == 3 and isinstance(fields[key], list) and fields[key] and isinstance(fields[key][0], dict):
+        fields[key] = [dict(fields[key][0]) | {draw.choice(sorted(fields[key][0])): odd_value(draw)}]
+    else:
+        fields[key] = odd_value(draw)
+    return fields
+
+
+def damaged(blob, draw):
+    """Bytes of it are others, or missing, or too many."""
+    blob = bytearray(blob)
+    kind = draw.randrange(4)
+    if kind == 0 and blob:
+        blob[draw.randrange(len(blob))] ^= 1 << draw.randrange(8)
+    elif kind == 1:
+        del blob[draw.randrange(len(blob) + 1) :]
+    elif kind == 2:
+        blob += draw.randbytes(draw.choice([1, 7, 300, HEADER_BYTES]))
+    else:
+        at = draw.randrange(len(blob) + 1)
+        blob[at:at] = draw.randbytes(draw.randrange(9))
+    return bytes(blob)
+
+
+def a_message(draw, types):
+    """Frames, most of them no message."""
+    kind = draw.randrange(8)
+    fields, payload = whole(draw, types)
+    if kind == 0:
+        return [draw.randbytes(draw.randrange(300)) for _ in range(1 + draw.randrange(5))]
+    if kind == 1:
+        return [damaged(header(fields), draw), *payload]
+    if kind == 2:  # the checksum is right: the map itself is damaged
+        return [header(damaged(msgpack.packb(fields), draw)), *payload]
+    if kind == 3:
+        wrong = [damaged(frame, draw) for frame in payload] + [b"x"] * draw.choice([0, 1, 3, MAX_FRAMES])
+        return [header(fields), *wrong]
+    if kind == 4:
+        return [header(fields), *payload]
+    return [header(mutated(fields, draw)), *payload]
+
+
+def bombard(endpoint, count, seed, *, workers=False):
+    """Send them, read all answers. Returns the answers by type, and the number of messages that wire.decode refuses."""
+    types, answers = (WORKER_TO_HUB, HUB_TO_WORKER) if workers else (CLIENT_TO_HUB, HUB_TO_CLIENT)
+    draw, context, told = random.Random(seed), zmq.Context(), Counter()
+    dealer, invalid = Dealer(context, endpoint), 0
+    probe = header({"v": wire.PROTOCOL, "t": "no type", "mid": 1})  # is always rejected: all before it was read then
+    try:
+        for number in range(count):
+            frames = a_message(draw, types)
+            try:
+                wire.decode(frames, types)
+            except WireError:
+                invalid += 1
+            send(dealer, frames)
+            if number % WINDOW == WINDOW - 1 or number == count - 1:
+                send(dealer, [probe])
+                invalid += 1
+                while not hear(dealer, answers, told):
+                    pass
+    finally:
+        dealer.close()
+        context.term()
+    return told, invalid
+
+
+def send(dealer, frames):
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return dealer.send(frames[0], frames[1:])
+        except Full:
+            assert time.monotonic() < deadline_s, "the hub does not read"
+            dealer.socket.poll(10)
+
+
+def hear(dealer, answers, told):
+    """Count what has come; whether the answer to the probe is among it."""
+    assert dealer.socket.poll(PATIENCE_S * 1000), "the hub does not answer"
+    while (frames := dealer.receive()) is not None:
+        message = wire.decode([frame.buffer for frame in frames], answers)
+        refused = message.type == "reject" and message.fields["about"]  # a message, but not one that is granted
+        told["refused" if refused else message.type] += 1
+        if message.type == "reject" and "'no type'" in message.fields["why"]:
+            return True
+    return False

@@ -1,0 +1,137 @@
+"""Captions that are kept between starts: read once, and never believed of a file that may have changed."""
+
+import json
+import os
+import time
+
+import pytest
+
+from wfm_ds.data import caption_cache, paired
+from wfm_ds.data.caption_cache import CaptionCache, user_cache
+from wfm_ds.data.paired import PairedFolder
+
+LATER_NS = int(2 * caption_cache.RECENT_S * 1e9)  # by then nothing that a test wrote is recent
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in ("a", "sub/b", "bad"):
+        write(tmp_path / "media", name, f"a picture of {name}")
+        (tmp_path / "media" / f"{name}.png").touch()
+    (tmp_path / "media" / "bad.json").write_text("{}")
+    return tmp_path / "media"
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The names of the caption files that are read."""
+    read, names = paired.read_regular, []
+
+    def counted(path):
+        names.append(os.path.basename(path))
+        return read(path)
+
+    monkeypatch.setattr(paired, "read_regular", counted)
+    return names
+
+
+@pytest.fixture
+def later(monkeypatch):
+    now_ns = time.time_ns
+    monkeypatch.setattr(paired.time, "time_ns", lambda: now_ns() + LATER_NS)
+
+
+def write(folder, name, prompt, **more):
+    path = folder / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"prompt": prompt, **more}))
+    return path
+
+
+def scan(folder):
+    found = PairedFolder(folder, max_bad_fraction=0.9, cache_dir=folder.parent / "cache")
+    return {sample.id: sample.prompt.text for sample in found.samples}, found.bad
+
+
+def test_a_second_scan_reads_no_caption_that_is_unchanged(folder, reads, later):
+    write(folder, "a", "first", negative_prompt="blur", label=7)
+    first = scan(folder)
+    assert sorted(reads) == ["a.json", "b.json", "bad.json"]
+    reads.clear()
+    assert scan(folder) == first
+    assert first == ({"a": "first", "sub/b": "a picture of sub/b"}, {"no_prompt": [f"{folder}/bad.json"]})
+    assert reads == []
+    sample = PairedFolder(folder, max_bad_fraction=0.9, cache_dir=folder.parent / "cache").samples[0]
+    assert (sample.prompt.negative_text, sample.prompt.metadata) == ("blur", {"label": 7})
+
+
+def test_a_caption_of_the_same_size_and_time_of_change_is_read_again(folder, reads, later):
+    """As `cp -p` and `touch -r` leave it: the clock of the inode shows it."""
+    path = write(folder, "a", "first")
+    scan(folder)
+    status = path.stat()
+    path.write_text(path.read_text().replace("first", "other"))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+    assert scan(folder)[0]["a"] == "other"
+
+
+def test_a_file_that_took_anothers_place_is_read_again(folder, reads, later):
+    path = write(folder, "a", "first")
+    scan(folder)
+    write(folder, "new", "other").rename(path)
+    assert scan(folder)[0]["a"] == "other"
+
+
+def test_what_had_just_changed_when_it_was_read_is_not_believed(folder, reads):
+    """A change within the same tick of the file system's clock shows nowhere."""
+    path = write(folder, "a", "first")
+    kept = CaptionCache(folder, folder.parent / "cache", now_ns=time.time_ns())
+    state = kept.state(str(path))
+    kept.keep(str(path), state, ["first", None, {}])
+    assert kept.kept(str(path), state) == (False, None)
+    kept.save()
+    again = CaptionCache(folder, folder.parent / "cache", now_ns=time.time_ns())
+    assert again.kept(str(path), state) == (False, None)
+
+
+def test_captions_that_are_gone_or_new_are_noticed(folder, reads, later):
+    scan(folder)
+    (folder / "sub/b.json").unlink()
+    write(folder, "c", "new")
+    (folder / "c.png").touch()
+    reads.clear()
+    found, bad = scan(folder)
+    assert found == {"a": "a picture of a", "c": "new"}
+    assert bad["no_json"] == [f"{folder}/sub/b.png"]
+    assert reads == ["c.json"]
+    [file] = (folder.parent / "cache" / "captions").iterdir()
+    assert json.loads(file.read_text())["captions"].keys() == {"a.json", "bad.json", "c.json"}
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"format": 1, "folder": "elsewhere", "captions": {}}', "[" * 9999]
+)
+def test_a_damaged_cache_is_read_anew(folder, reads, later, content):
+    want = scan(folder)
+    [file] = (folder.parent / "cache" / "captions").iterdir()
+    file.write_text(content)
+    assert scan(folder) == want
+    reads.clear()
+    assert scan(folder) == want
+    assert reads == []
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing_but_time(folder, reads, later, caplog):
+    (folder.parent / "cache").write_text("a file")
+    with caplog.at_level("INFO"):
+        assert scan(folder)[0].keys() == {"a", "sub/b"}
+    assert "are read again at each start" in caplog.text
+
+
+def test_the_users_cache_is_where_the_tiny_pipelines_are(monkeypatch, tmp_path):
+    monkeypatch.setenv("WFM_CACHE", str(tmp_path))
+    assert user_cache() == tmp_path
+    monkeypatch.delenv("WFM_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert user_cache() == tmp_path / ".cache" / "wfm_ds"

@@ -1,0 +1,68 @@
+"""The kind of data of docs/data.md as the page has it."""
+
+import pytest
+from PIL import Image
+
+from pages import write_code
+from wfm_ds.data.datasets import load_data
+from wfm_ds.errors import DataError
+from wfm_ds.recipe.schema import Recipe
+
+ROWS = ["a.png,a red square,red", "b.png,a blue square,blue", "c.png,,nothing", "d.png,not there,gone"]
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """`recipe(**data)`: a recipe on a folder of the page's kind, with these keys changed."""
+    write_code("data.md", "my_data.py", tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in "abc":
+        Image.new("RGB", (16, 16)).save(tmp_path / f"{name}.png")
+    (tmp_path / "captions.csv").write_text("\n".join(["file,caption,short", *ROWS]))
+
+    def made(**data):
+        return Recipe.model_validate(
+            {
+                "run": {"output_dir": "out", "steps": 1},
+                "model": {"path": "tiny:sd3"},
+                "data": {"kind": "my_data:CaptionTable", "path": str(tmp_path), "max_bad_fraction": 0.5, **data},
+                "sampling": {"height": 16, "width": 16},
+                "algorithm": {"name": "sft"},
+            }
+        )
+
+    return made
+
+
+def texts(data):
+    return {sample.id: sample.prompt.text for sample in [*data.samples, *data.held_out]}
+
+
+def test_its_samples_and_what_it_rejects_are_the_runs(recipe):
+    data = load_data(recipe())
+    assert texts(data) == {"a.png": "a red square", "b.png": "a blue square"}
+    assert data.bad == {"no_prompt": ["c.png"], "no_media": ["d.png"]}
+
+
+def test_options_reach_its_constructor(recipe):
+    assert texts(load_data(recipe(options={"column": "short"})))["b.png"] == "blue"
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"options": {"colum": "short"}}, "data.options do not fit its constructor: got an unexpected .* 'colum'"),
+        ({"kind": "my_data:Nothing"}, "my_data has no class 'Nothing' that is a wfm_ds.data.samples.SampleSet"),
+        ({"kind": "not_there:X"}, "cannot import 'not_there'"),
+        ({"path": "/not/there"}, "/not/there cannot be read: .*No such file"),
+        ({"max_bad_fraction": 0.1}, "2 of 4 entries cannot be used"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(recipe, data, says):
+    with pytest.raises(DataError, match=says):
+        load_data(recipe(**data))
+
+
+def test_options_without_a_kind_of_ones_own_are_refused(recipe):
+    with pytest.raises(ValueError, match=r"options are for a kind of your own, package.module:Class, not paired"):
+        recipe(kind="paired", options={"column": "short"})

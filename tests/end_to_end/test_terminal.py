@@ -1,0 +1,79 @@
+"""What a user sees in a terminal of 80 columns, and can copy from it."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+DEADLINE_S = 240
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+MONITOR = """
+import logging, sys
+from pathlib import Path
+from wfm_ds.distributed.logs import setup_logging
+from wfm_ds.monitoring.monitor import Monitor
+setup_logging(None, 0, console=True)
+long = "x = [" + ", ".join(["'a word'"] * 40) + "]"
+with Monitor(Path(sys.argv[1]), is_main=True, tensorboard=False, console=True, total_steps=2) as monitor:
+    monitor.progress(1, samples=1)
+    monitor.last_message("load it with:\\nimport os\\n" + long)
+    monitor.progress(2, samples=1)
+    monitor.message("finished")
+"""
+
+
+def in_terminal(arguments):
+    """What a command writes to a terminal of 80 columns, without its escape sequences."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "80", "LINES": "24", "TERM": "xterm-256color"}
+    process = subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    seen = b""
+    try:
+        while part := read(ours):
+            seen += part
+        assert process.wait(DEADLINE_S) == 0, seen.decode()
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    return ESCAPES.sub("", seen.decode()).replace("\r", "")
+
+
+def read(terminal):
+    try:
+        return os.read(terminal, 1 << 16)
+    except OSError:  # the last writer has gone
+        return b""
+
+
+def copied(text):
+    """The lines after "load it with:", up to the next line of the log."""
+    after = text.split("load it with:\n", 1)[1].split("\n")
+    end = next((i for i, line in enumerate(after) if re.match(r"\d\d:\d\d:\d\d ", line)), len(after))
+    return "\n".join(after[:end])
+
+
+def test_the_last_messages_are_whole_lines_after_the_progress_line(tmp_path):
+    text = in_terminal(["-c", MONITOR, str(tmp_path)])
+    assert text.index("finished") < text.index("load it with:")
+    values = {}
+    exec(compile(copied(text), "copied", "exec"), values)
+    assert values["x"] == ["a word"] * 40
+
+
+@pytest.mark.slow
+def test_the_lines_that_load_a_run_can_be_copied_from_its_terminal(tmp_path):
+    out = tmp_path / ("a_folder_with_a_name_of_some_length_" * 3)
+    settings = ["run.steps=1", "validation.at_start=false", "logging.tensorboard=false", f"run.output_dir={out}"]
+    text = in_terminal(["-m", "wfm_ds.train", "recipes/tiny/sd3_sft_lora.yaml", *settings])
+    code = copied(text)
+    compile(code, "copied", "exec")
+    assert str(out) in code

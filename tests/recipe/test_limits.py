@@ -1,0 +1,142 @@
+"""Recipes that are small to write and large to read, and values that no run can have."""
+
+import os
+import time
+
+import pytest
+
+from wfm_ds.errors import RecipeError
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.yaml_text import MAX_DEPTH, MAX_NODES
+
+GOOD = """\
+run: {output_dir: out, steps: 3}
+model: {path: tiny:sd3}
+lora: {rank: 4}
+data: {kind: prompts, path: prompts}
+sampling: {height: 64, width: 64}
+algorithm: {name: diffusion_nft}
+rollout: {group_size: 4}
+reward:
+  functions:
+  - {name: ocr, options: {}}
+"""
+ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9)
+)
+NESTED = "run: " + "[" * 5000 + "]" * 5000
+MOMENT_S = 60.0  # a hang ends here; it takes a second or two
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def load_text(text, *overrides):
+        (tmp_path / "r.yaml").write_text(text, encoding="utf-8")
+        return recipe_file.load((tmp_path / "r.yaml").relative_to(tmp_path), overrides)
+
+    return load_text
+
+
+def refused(load, *args):
+    """The one line that is said."""
+    began = time.monotonic()
+    with pytest.raises(RecipeError) as caught:
+        load(*args)
+    assert time.monotonic() - began < MOMENT_S
+    [line] = str(caught.value).split("\n")
+    assert len(line) < 1000
+    return line
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (ALIASES, "more than 10,000 keys and values, aliases counted as what they stand for"),
+        ("run: [" + "1, " * 700_000 + "]", "more than 1,048,576 characters"),
+        ("run: [" + "1, " * 300_000 + "]", "more than 10,000 keys and values"),
+        ("".join(f"k{i}: 1\n" for i in range(100_000)), "more than 10,000 keys and values"),
+        (NESTED, "nested more than 32 levels deep"),
+        ("".join(" " * i + "a:\n" for i in range(500)), "nested more than 32 levels deep"),
+        ("{" * 5000, "nested more than 32 levels deep"),
+    ],
+)
+def test_a_recipe_beyond_the_limits_is_refused_in_a_moment(load, text, message):
+    line = refused(load, text)
+    assert line.startswith("r.yaml")
+    assert message in line
+    assert "a recipe has at most" in line
+
+
+def test_a_bomb_of_480_bytes_is_refused():
+    assert len(ALIASES) < 520
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("run.steps=" + "[" * 5000, "nested more than 32 levels deep"),
+        ("run.steps=[" + "1," * 100_000 + "]", "more than 10,000 keys and values"),
+        ("run.steps={a: &a [1,1,1,1,1,1,1,1,1,1], b: &b [" + "*a," * 100 + "], c: [" + "*b," * 100 + "]}", "aliases"),
+        ("reward.functions.0.options" + ".a" * 5000 + "=1", "nested more than 32 levels deep"),
+        ("run." + "s" * 100_000 + "=1", "is not a key of run"),
+        ("run.steps=" + "9" * 99, "expected a whole number > 0, and 2**63 - 1 at most"),
+        ("run.steps=1e30", "expected a whole number > 0, and 2**63 - 1 at most"),
+        ("run.steps=.inf", "expected a whole number > 0"),
+        ("optimizer.lr=.inf", "expected a number > 0 that is finite, got inf"),
+        ("optimizer.lr=1e999", "expected a number > 0 that is finite, got inf"),
+        ("lora.alpha=.inf", "expected a number > 0 that is finite, got inf"),
+        ("reward.functions.0.weight=-.inf", "expected a number that is finite, got -inf"),
+        ("reward.clip=[0, .inf]", "expected a number that is finite, got inf"),
+        ("lora.alpha=.nan", "nan is not a number to work with"),
+        ("lora.rank=99999999999", "expected a whole number > 0 and <= 65536"),
+        ("reward.functions.0.name=color/", "expected NAME, NAME/LABEL or package.module:Class, got 'color/'"),
+        ("reward.functions.0.name=/color", "expected NAME, NAME/LABEL or package.module:Class"),
+        ("reward.functions.0.name=''", "expected NAME, NAME/LABEL or package.module:Class"),
+        ('run.output_dir="a\\0b"', "contains a NUL character"),
+        ('data.path="a\\0b"', "contains a NUL character"),
+        ('model.path="\\ud800"', "contains half of a surrogate pair"),
+        ('reward.functions.0.options={"a\\0": 1}', "contains a NUL character"),
+        ("model.path=" + "a/" * 50_000, "a path has at most 3500 bytes"),
+        ("model.path=" + "a" * 300, "a name of at most 255 bytes"),
+        ("run.output_dir=" + "a/" * 50_000, "a path has at most 3500 bytes"),
+        ("data.path=" + "a" * 300, "a name of at most 255 bytes"),
+        ("data.cache_dir=~nobody_of_this_name/x", "is the home of no user"),
+    ],
+)
+def test_a_value_that_no_run_can_have_is_refused(load, word, message):
+    assert message in refused(load, GOOD, word)
+
+
+def test_overrides_are_counted(load):
+    assert "1,001 overrides, at most 1,000" in refused(load, GOOD, *["run.steps=3"] * 1001)
+
+
+def test_an_over_long_defaults_is_a_file_that_is_not_there(load):
+    assert "defaults: there is no file" in refused(load, f"defaults: {'a' * 100_000}\n" + GOOD)
+    assert "defaults: there is no file" in refused(load, f"defaults: {'a/' * 50_000}\n" + GOOD)
+
+
+def test_defaults_and_a_device_without_end_count_too(load, tmp_path):
+    (tmp_path / "base.yaml").write_text(ALIASES)
+    assert refused(load, "defaults: base.yaml\n" + GOOD).startswith("base.yaml")
+    os.symlink("/dev/zero", tmp_path / "endless.yaml")
+    with pytest.raises(RecipeError):
+        recipe_file.load(tmp_path / "endless.yaml")
+
+
+def test_many_problems_are_cut_short(load):
+    with pytest.raises(RecipeError) as caught:
+        load(GOOD + "".join(f"k{i}: 1\n" for i in range(300)))
+    lines = str(caught.value).split("\n")
+    assert len(lines) == 41
+    assert lines[-1] == "and 260 more of the kind: mend these first"
+
+
+def test_what_is_within_the_limits_loads(load):
+    deep = "[" * (MAX_DEPTH - 5) + "]" * (MAX_DEPTH - 5)
+    many = "[" + "1, " * (MAX_NODES - 100) + "]"
+    for value in (deep, many):
+        recipe = load(GOOD.replace("options: {}", f"options: {{a: {value}}}"))
+        assert recipe.reward.functions[0].options

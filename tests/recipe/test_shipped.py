@@ -1,0 +1,96 @@
+"""Rules that hold for all full-size recipes of a kind, each with its reason."""
+
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.released import RELEASED
+from wfm_ds.recipe import file as recipe_file
+
+RECIPES = {
+    path.relative_to(folder).as_posix(): recipe_file.load(path)
+    for folder in [Path(__file__).parent.parent.parent / "recipes"]
+    for path in sorted(folder.rglob("*.yaml"))
+}
+GIB = 2**30
+
+
+def names(algorithm, *, full_size=True):
+    found = [name for name, recipe in RECIPES.items() if recipe.algorithm.name == algorithm]
+    return [name for name in found if "/" not in name] if full_size else found
+
+
+@pytest.mark.parametrize("name", names("flow_grpo", full_size=False))
+def test_log_probabilities_that_are_compared_come_from_batches_of_one_size(name):
+    """In bfloat16, other batch sizes (other kernels) change them by as much as the published clip ranges; in float32,
+    in which the small recipes compute, by a thousandth of theirs."""
+    recipe = RECIPES[name]
+    equal_batches = recipe.engine.max_forward_batch == recipe.engine.micro_batch_size
+    compares_with_rollout = recipe.algorithm.old_log_prob == "rollout" or (
+        recipe.algorithm.old_log_prob == "auto" and recipe.algorithm.updates_per_rollout > 1
+    )
+    if recipe.model.dtype == "float32":
+        assert recipe.algorithm.clip_ratio >= 1e-3
+    else:
+        assert equal_batches or not compares_with_rollout
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("sd3_") and RECIPES[name].is_rl])
+def test_prompts_of_sd3_are_as_long_as_in_the_published_runs(name):
+    assert RECIPES[name].model.max_sequence_length == 128
+
+
+@pytest.mark.parametrize("name", [*names("ddrl"), *(n for n in names("diffusion_nft") if n.startswith(("cp", "sana")))])
+def test_recipes_of_cosmos_rl_divide_by_its_standard_deviation(name):
+    assert RECIPES[name].algorithm.std_unbiased
+    assert RECIPES[name].algorithm.advantage_std == "group"
+
+
+@pytest.mark.parametrize(("name", "layers", "heads"), [("cp_ddrl_2b.yaml", 28, 16), ("cp_ddrl_14b.yaml", 36, 40)])
+def test_ddrl_of_all_weights_fits_gpus_of_80_gb(name, layers, heads):
+    recipe, ranks = RECIPES[name], 8
+    assert recipe.model.gradient_checkpointing
+    assert recipe.engine.micro_batch_size == recipe.engine.max_forward_batch == 1
+    kept, inside = activations(recipe.sampling, heads)
+    samples = 2  # a state of the rollout and its data
+    shared = samples * (layers * kept + inside) / recipe.engine.sequence_parallel
+    parameters = sum(p.numel() for p in denoiser(layers, heads).parameters())
+    weights = 2 * parameters / (1 if recipe.engine.deepspeed == "zero2" else ranks)
+    states = (4 + 12 + 4) * parameters / ranks  # gradients; masters and two moments; the average
+    text_encoder = 8.3e9 * 2
+    assert shared + weights + states + text_encoder < 76 * GIB
+
+
+def denoiser(layers, heads):
+    with torch.device("meta"):
+        small = dict(num_layers=layers, num_attention_heads=heads, concat_padding_mask=False)
+        return RELEASED["cosmos2b"].transformer(**small).bfloat16()
+
+
+def activations(sampling, heads):
+    """Bytes that one sample keeps for each checkpointed block, and those inside a block while it is recomputed."""
+    frames, height, width = 1 + (sampling.num_frames - 1) // 4, sampling.height // 8, sampling.width // 8
+    tokens = frames * height * width // 4
+    saved = [saved_bytes(denoiser(layers, heads), (frames, height, width), tokens) for layers in (1, 2)]
+    return tokens * heads * 128 * 2, saved[1] - saved[0]
+
+
+def saved_bytes(model, size, tokens):
+    """Bytes that the backward pass needs; attention keeps none of its tokens x tokens weights on a GPU."""
+    own = {p.untyped_storage()._cdata for p in chain(model.parameters(), model.buffers())}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own and tensor.numel() < tokens**2:
+            kept[storage._cdata] = tensor
+        return tensor
+
+    def empty(*shape):
+        return torch.empty(1, *shape, device="meta", dtype=torch.bfloat16)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(empty(16, *size), empty(1, size[0], 1, 1), empty(512, 100352), fps=16, condition_mask=empty(1, *size))
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())

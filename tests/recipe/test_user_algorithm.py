@@ -1,0 +1,107 @@
+"""An algorithm of the user's own in a recipe: its keys are checked like ours, and what is wrong is said in one line."""
+
+import sys
+
+import pytest
+
+from wfm_ds.errors import RecipeError
+from wfm_ds.recipe import file as recipe_file
+
+RECIPE = """\
+run: {output_dir: out, steps: 3}
+model: {path: "tiny:sd3"}
+data: {kind: prompts, path: prompts}
+sampling: {height: 64, width: 64}
+algorithm:
+  name: MODULE:Mine
+rollout: {group_size: 4}
+reward: {functions: [{name: color}]}
+"""
+SETTINGS = """\
+from wfm_ds.recipe.algorithms import RlSettings
+
+class Keys(RlSettings):
+    temperature: float = 1.0
+    \"\"\"How sharp.\"\"\"
+
+class Mine:
+    Settings = Keys
+
+class Bare:
+    pass
+"""
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch, request):
+    """`load(source, *lines, name=...)`: the recipe with these lines in its algorithm, and a module beside it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = f"mine_{abs(hash(request.node.name))}"
+
+    def load_recipe(source, *lines, name="Mine"):
+        (tmp_path / f"{module}.py").write_text(source)
+        text = RECIPE.replace("MODULE:Mine", "\n  ".join([f"{module}:{name}", *lines]))
+        (tmp_path / "mine.yaml").write_text(text)
+        return recipe_file.load(tmp_path / "mine.yaml")
+
+    yield load_recipe
+    sys.modules.pop(module, None)
+
+
+def the_line(load, *arguments, **options):
+    with pytest.raises(RecipeError) as caught:
+        load(*arguments, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_its_settings_are_read_and_written_like_ours(load, tmp_path):
+    recipe = load(SETTINGS, "temperature: 0.5", "best_of_n: 2")
+    assert type(recipe.algorithm).__name__ == "Keys"
+    assert (recipe.algorithm.temperature, recipe.rl.algorithm.best_of_n) == (0.5, 2)
+    (tmp_path / "again.yaml").write_text(recipe_file.dump(recipe))
+    assert recipe_file.load(tmp_path / "again.yaml") == recipe
+    assert "temperature: 0.5" in recipe_file.dump(recipe)
+
+
+def test_a_misspelt_key_has_its_line_and_the_nearest_one(load):
+    line = the_line(load, SETTINGS, "temprature: 0.5")
+    assert "mine.yaml:7: algorithm.temprature is not a key of mine_" in line
+    assert line.endswith("did you mean temperature?")
+
+
+def test_a_wrong_value_has_its_line(load):
+    line = the_line(load, SETTINGS, "temperature: warm")
+    assert line.endswith("mine.yaml:7: algorithm.temperature: expected a number, got 'warm'")
+
+
+def test_rules_of_all_algorithms_hold_for_it(load):
+    assert "best_of_n 6 is more than rollout.group_size 4" in the_line(load, SETTINGS, "best_of_n: 6")
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "says"),
+    [
+        (SETTINGS, "Other", "has no class 'Other'"),
+        (SETTINGS, "Bare", "the class has no Settings that is a subclass of RlSettings"),
+        ("import no_such_library", "Mine", r"fails in .*py:1: ModuleNotFoundError: No module named 'no_such_library'"),
+        ("x = 1\nx.y()", "Mine", r"fails in .*py:2: AttributeError: 'int' object has no attribute 'y'"),
+        ("def f(:", "Mine", r"fails in .*py:1: SyntaxError: "),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_one_sentence_with_its_line(load, source, name, says):
+    with pytest.raises(RecipeError, match=rf"mine.yaml:6: algorithm.name mine_\d+:{name}: .*{says}"):
+        load(source, name=name)
+
+
+def test_a_module_that_is_not_there_is_named(tmp_path):
+    (tmp_path / "mine.yaml").write_text(RECIPE.replace("MODULE", "not_there.mine"))
+    with pytest.raises(RecipeError, match=r":6: .*cannot import 'not_there.mine' .* is its folder on PYTHONPATH\?"):
+        recipe_file.load(tmp_path / "mine.yaml")
+
+
+def test_a_name_without_a_class_says_how_one_is_written(tmp_path):
+    (tmp_path / "mine.yaml").write_text(RECIPE.replace("MODULE:Mine", "mine.Mine"))
+    with pytest.raises(RecipeError, match=r"expected one of sft, .*ddrl, package.module:Class, got 'mine.Mine'"):
+        recipe_file.load(tmp_path / "mine.yaml")

@@ -1,0 +1,92 @@
+"""A data set that one rank reads and all have: a scan of many files is made once, not by every rank at each start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from wfm_ds.data.datasets import TrainingData
+from wfm_ds.data.samples import LocalFile, Media, Sample, pack_prompt, unpack_prompt
+from wfm_ds.data.tar_index import IndexEntry
+from wfm_ds.data.webdataset import TarMember
+from wfm_ds.distributed.world import World
+
+
+class _OwnMediaError(Exception):
+    """Media of a kind that only its own reader can describe."""
+
+
+def read_on_main(world: World, read: Callable[[], TrainingData]) -> TrainingData:
+    """Return what `read` gives on rank 0, on every rank; collective. Media of a user's own kind cannot be sent: each
+    rank then reads for itself. A UserError of rank 0 is raised on all ranks."""
+    found = list[TrainingData]()
+    world.patiently(lambda: found.append(read()))
+    packed = world.broadcast(pack(found[0]) if found and world.size > 1 else None)
+    if world.is_main and (packed is not None or world.size == 1):
+        return found[0]
+    if packed is None:  # as on all ranks
+        data: TrainingData = world.checked(lambda: found[0] if found else read())
+        return data
+    return unpack(packed)
+
+
+def pack(data: TrainingData) -> dict[str, Any] | None:
+    """Return the data as JSON; None if it has media of a kind that is not known here."""
+    versions: dict[str, list[str | int]] = {}
+    try:
+        samples, held_out = ([_pack_sample(s, versions) for s in part] for part in (data.samples, data.held_out))
+    except _OwnMediaError:
+        return None
+    # Captions of samples are prompts too, and the same ones.
+    of_samples = len(data.prompts) == len(data.samples) and all(
+        prompt is sample.prompt for prompt, sample in zip(data.prompts, data.samples, strict=True)
+    )
+    return {
+        "samples": samples,
+        "held_out": held_out,
+        "prompts": None if of_samples else [pack_prompt(prompt) for prompt in data.prompts],
+        "shown": [pack_prompt(prompt) for prompt in data.shown],
+        "bad": {reason: list(names) for reason, names in data.bad.items()},
+        "versions": versions,
+    }
+
+
+def unpack(packed: dict[str, Any]) -> TrainingData:
+    versions = {shard: tuple(version) for shard, version in packed["versions"].items()}
+    samples, held_out = ([_unpack_sample(row, versions) for row in packed[part]] for part in ("samples", "held_out"))
+    prompts = packed["prompts"]
+    return TrainingData(
+        samples=samples,
+        held_out=held_out,
+        prompts=[sample.prompt for sample in samples] if prompts is None else [unpack_prompt(p) for p in prompts],
+        shown=[unpack_prompt(prompt) for prompt in packed["shown"]],
+        bad=packed["bad"],
+    )
+
+
+def _pack_sample(sample: Sample, versions: dict[str, list[str | int]]) -> list[Any]:
+    media: Any
+    if isinstance(sample.media, LocalFile):
+        media = os.fspath(sample.media.file)
+    elif isinstance(sample.media, TarMember):
+        media = [sample.media.shard, asdict(sample.media.member)]
+        versions[sample.media.shard] = list(sample.media.version)
+    else:
+        raise _OwnMediaError
+    embedding = None if sample.embedding is None else str(sample.embedding)
+    return [sample.id, media, pack_prompt(sample.prompt), embedding]
+
+
+def _unpack_sample(row: Sequence[Any], versions: dict[str, tuple[str | int, ...]]) -> Sample:
+    sample_id, packed, prompt, embedding = row
+    media: Media
+    if isinstance(packed, str):
+        media = LocalFile(packed)
+    else:
+        shard, member = packed
+        media = TarMember(shard, versions[shard], IndexEntry(**member))
+    path = None if embedding is None else Path(embedding)
+    return Sample(id=sample_id, media=media, prompt=unpack_prompt(prompt), embedding=path)

@@ -1,0 +1,68 @@
+"""The recipe's `algorithm` section: one file and class for each algorithm, told apart by `name`. A name that is the
+`package.module:Class` of the user's own algorithm selects the settings class that it brings.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+from pydantic import Field, SerializeAsAny, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+
+from wfm_ds.errors import RecipeError
+from wfm_ds.recipe.algorithms.base import AlgorithmSettings as AlgorithmSettings
+from wfm_ds.recipe.algorithms.base import RlSections as RlSections
+from wfm_ds.recipe.algorithms.base import RlSettings as RlSettings
+from wfm_ds.recipe.algorithms.base import num_of_share as num_of_share
+from wfm_ds.recipe.algorithms.ddrl import DdrlAlgorithm as DdrlAlgorithm
+from wfm_ds.recipe.algorithms.diffusion_nft import DecaySchedule as DecaySchedule
+from wfm_ds.recipe.algorithms.diffusion_nft import NftAlgorithm as NftAlgorithm
+from wfm_ds.recipe.algorithms.flow_grpo import FlowGrpoAlgorithm as FlowGrpoAlgorithm
+from wfm_ds.recipe.algorithms.sft import SftAlgorithm as SftAlgorithm
+from wfm_ds.user_class import import_class, is_user_class
+
+
+def user_settings(section: Any) -> type[RlSettings] | None:
+    """The settings class of the user's algorithm that this section of a recipe names; None if it names none.
+
+    Raises RecipeError where the algorithm cannot be imported or brings no settings.
+    """
+    name = section.get("name") if isinstance(section, dict) else getattr(section, "name", None)
+    if not isinstance(name, str) or not is_user_class(name):
+        return None
+    found = _imported_settings(name)
+    if isinstance(found, RecipeError):
+        raise found
+    return found
+
+
+@functools.cache  # of errors too: a module that fails is not run again for each question about its keys
+def _imported_settings(name: str) -> type[RlSettings] | RecipeError:
+    try:
+        algorithm = import_class(name, object, key="algorithm.name", error=RecipeError)
+    except RecipeError as error:
+        return error
+    settings = getattr(algorithm, "Settings", None)
+    if not (isinstance(settings, type) and issubclass(settings, RlSettings)):
+        return RecipeError(f"algorithm.name {name}: the class has no Settings that is a subclass of RlSettings")
+    return settings
+
+
+def _settings(value: Any, built_in: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        own = user_settings(value)
+    except RecipeError as error:
+        line: Any = {"type": "value_error", "loc": ("name",), "input": value, "ctx": {"error": error}}
+        raise ValidationError.from_exception_data("algorithm", [line]) from error
+    return built_in(value) if own is None else own.model_validate(value)
+
+
+if TYPE_CHECKING:
+    Algorithm: TypeAlias = AlgorithmSettings
+else:
+    Algorithm = Annotated[
+        SftAlgorithm | NftAlgorithm | FlowGrpoAlgorithm | DdrlAlgorithm,
+        Field(discriminator="name"),
+        WrapValidator(_settings),
+        SerializeAsAny(),
+    ]

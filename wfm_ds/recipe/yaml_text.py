@@ -1,0 +1,118 @@
+"""YAML as recipes read and write it: text to nodes within limits, plain nodes to values, values to text.
+
+YAML is read by the 1.2 rules where 1.1 surprises: `1e-4` is a number, `on`, `off`, `yes`, `no` and dates are text.
+Neither the length of a text nor its nesting, nor what its aliases expand to, may cost more than a moment.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from wfm_ds.errors import RecipeError
+
+MAX_CHARACTERS = 1 << 20
+MAX_NODES = 10_000
+"""Keys and values of a file or of an override; an alias counts as all that it stands for."""
+MAX_DEPTH = 32
+LIMITS = f"a recipe has at most {MAX_CHARACTERS:,} characters, {MAX_NODES:,} keys and values and {MAX_DEPTH} levels"
+
+TAG = "tag:yaml.org,2002:"
+SCALARS = {  # what an unquoted scalar is, and the characters it may begin with
+    "null": (re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
+    "bool": (re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
+    "int": (re.compile(r"^[-+]?[0-9][0-9_]{0,99}$"), list("-+0123456789")),
+    "float": (
+        re.compile(
+            r"^(?:[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.nan|\.NaN)$"
+        ),
+        list("-+.0123456789"),
+    ),
+}
+
+
+class _RecipeLoader(yaml.SafeLoader):
+    """Composes nodes, but no more and no deeper ones than the limits allow."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 -- PyYAML's interface
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._nodes = self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose the next node, as PyYAML calls it for each key and value. Raises TooLarge."""
+        self._nodes, self._depth = self._nodes + 1, self._depth + 1
+        require_within(self._nodes, self._depth)
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes a text that readers of YAML 1.1 or 1.2 would take for something else."""
+
+
+for _name, (_pattern, _first) in SCALARS.items():
+    _RecipeLoader.add_implicit_resolver(TAG + _name, _pattern, _first)
+    _Dumper.add_implicit_resolver(TAG + _name, _pattern, _first)
+
+
+def _represent_list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.Node:
+    is_flat = not any(isinstance(item, dict | list) for item in items)
+    return dumper.represent_sequence(TAG + "seq", items, flow_style=is_flat)
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    # PyYAML loses these rare line breaks in any style without escapes.
+    style = '"' if set(text) & set("\x85\u2028\u2029\ufeff") else None
+    return dumper.represent_scalar(TAG + "str", text, style=style)
+
+
+_Dumper.add_representer(list, _represent_list)
+_Dumper.add_representer(str, _represent_text)
+
+
+class TooLarge(RecipeError):
+    """A text or what it expands to is beyond the limits."""
+
+
+def require_within(nodes: int, depth: int) -> None:
+    """Raise TooLarge if there are more nodes, or more of them inside each other, than a recipe may have."""
+    if nodes > MAX_NODES:
+        raise TooLarge(f"more than {MAX_NODES:,} keys and values, aliases counted as what they stand for; {LIMITS}")
+    if depth > MAX_DEPTH:
+        raise TooLarge(f"nested more than {MAX_DEPTH} levels deep; {LIMITS}")
+
+
+def compose(text: str) -> yaml.Node | None:
+    """The node of the one document in the text; None for an empty one. Raises TooLarge or yaml.YAMLError."""
+    if len(text) > MAX_CHARACTERS:
+        raise TooLarge(f"more than {MAX_CHARACTERS:,} characters; {LIMITS}")
+    loader = _RecipeLoader(text)
+    try:
+        return loader.get_single_node()
+    finally:
+        loader.dispose()
+
+
+def scalar_value(text: str, kind: str) -> str | bool | int | float | None:
+    match kind:
+        case "null":
+            return None
+        case "bool":
+            return {"true": True, "false": False}[text.lower()]
+        case "int":
+            return int(text.replace("_", ""))
+        case "float":
+            return float(text.lower().replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
+        case _:
+            return text
+
+
+def to_yaml(values: Any) -> str:
+    """Text that `parse` reads back as the same values."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
