@@ -74,7 +74,7 @@ def settings(case, folder, *, model, digits, changes=()):
 def records(folder):
     """All metrics by line but times, speeds and what the rewards' clocks say."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    clocks = ("time", "perf/samples")
+    clocks = ("time", "perf/samples", "perf/tflops", "perf/mfu", "perf/peak")
     return [{k: v for k, v in line.items() if not k.startswith(clocks) and "seconds" not in k} for line in lines]
 
 

@@ -197,7 +197,7 @@ class DiffusionModel(ABC):
         self.latent_shape(height, width, pixels.shape[2] if self.video else 1)
         shifted = 2 * pixels.to(self.device) - 1
         # One video at a time: latents that are kept must not depend on what was encoded beside them.
-        parts = shifted.split(1) if self.video else [shifted]
+        parts = torch.split(shifted, 1) if self.video else (shifted,)
         return torch.cat([vae.encode(self.pipeline.vae, part) for part in parts])
 
     def encode_media(self, media: Sequence[npt.NDArray[np.uint8]]) -> Tensor:
