@@ -94,7 +94,7 @@ class Ending:
 
     def ended_by_fault(self, text: str) -> None:
         """Log and record the fault of some rank; called from the heartbeat's thread where the main one cannot go on."""
-        from wfm_ds.distributed.lifecycle import USER_ERROR
+        from wfm_ds.program import USER_ERROR
 
         if f" failed: {LONE}" in text:
             self.error_code = USER_ERROR
@@ -105,7 +105,7 @@ class Ending:
 
     def _agreed_cause(self, error: Exception) -> Cause:
         from wfm_ds.distributed.heartbeat import is_broken_exchange
-        from wfm_ds.distributed.lifecycle import USER_ERROR
+        from wfm_ds.program import USER_ERROR
 
         heartbeat, rank = self.heartbeat, self.world.rank
         if is_shared(error, self.world):
