@@ -54,15 +54,19 @@ class Loop(ABC):
             if stop or not self.wait(self.step + 1):
                 self.checkpoints.at_stop(self)
                 return Outcome("preempted", self.step, self.metrics)
-            self.step += 1
-            report = self.train_on(self.step)
-            self.validator.after_step(self.step)
-            self.exporter.after_step(self.step)
-            agreed = finish_step(job, self.step, report, writing=self.checkpoints.is_writing)
-            self.metrics = report.last
-            self.checkpoints.after_step(self, agreed)  # last: the step's metrics belong to it
-            stop = agreed.stop
+            stop = self.advance()
         return Outcome("finished", self.step, self.metrics)
+
+    def advance(self) -> bool:
+        """Do the next step and all that is due after it. True if a rank is asked to stop."""
+        self.step += 1
+        report = self.train_on(self.step)
+        self.validator.after_step(self.step)
+        self.exporter.after_step(self.step)
+        agreed = finish_step(self.job, self.step, report, writing=self.checkpoints.is_writing)
+        self.metrics = report.last
+        self.checkpoints.after_step(self, agreed)  # last: the step's metrics belong to it
+        return agreed.stop
 
     def begin(self) -> None:
         """Evaluate the weights of the start where the recipe asks for it, and start the clocks."""
