@@ -94,7 +94,7 @@ def of_run(found: Checkpoint, args: argparse.Namespace) -> str:
 
 
 def export_note(cuts: CutStates) -> dict[str, Any]:
-    """What the run noted about its exports: base, parts and call of the pipeline, dtype, and the LoRA's settings."""
+    """Read the run's notes on its exports: base, parts and call of the pipeline, dtype, and the LoRA's settings."""
     from wfm_ds.checkpoint.state import EXPORT
 
     note: dict[str, Any] = cuts.plain(0).get(EXPORT, {})

@@ -248,7 +248,7 @@ def summary(settings: SamplingRecipe) -> str:
 
 
 def facts(sampler: Sampler, args: argparse.Namespace) -> dict[str, str]:
-    """What all samples have in common, for the head of the page."""
+    """Collect the settings that all samples share, for the head of the page."""
     negative = {"negative prompt": args.negative_prompt} if args.negative_prompt is not None else {}
     return {
         "pipeline": type(sampler.model.pipeline).__name__,

@@ -90,7 +90,7 @@ def rewrite(argv: Sequence[str]) -> tuple[list[str], int | None]:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What to start and how to judge its end."""
+    """A job to start, and how to judge its end."""
 
     argv: tuple[str, ...]  # for the runner
     env: Mapping[str, str]  # changes to the environment
@@ -227,7 +227,7 @@ class Supervisor:
 
 
 def reported(path: Path) -> bool:
-    """Whether rank 0 left a final status: its very last act, so all before it is done."""
+    """Return whether rank 0 left a final status: its very last act, so all before it is done."""
     try:
         status = json.loads(path.read_text())
     except (OSError, ValueError):

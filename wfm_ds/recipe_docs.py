@@ -82,7 +82,9 @@ reported at once, and the exit code is 2:
 Relative paths in a recipe are relative to the working directory; only `defaults` is relative to its file. `1e-4` is a
 number. `true` and `false` are the flags; `yes`, `no`, `on` and `off` do as flags too, but are text in
 `reward.functions.N.options`. Text that looks like a number or a flag needs quotes. A key may be written once in a
-mapping, and anchors (`&name`, `*name`) may be used.
+mapping, and anchors (`&name`, `*name`) may be used. A recipe, and each override, has at most 1,048,576 characters,
+10,000 keys and values (an alias counts as what it stands for) and 32 levels. Numbers are finite; a path has at most
+3500 bytes.
 
 """
 

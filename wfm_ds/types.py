@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What a sample is asked to show."""
+    """A description of what a sample shall show."""
 
     id: str  # stable over runs, e.g. "ocr/train/17"
     text: str
@@ -63,7 +63,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What one reward says of one sample: a finite number or the reason why there is none, never both."""
+    """The score of one sample by one reward: a finite number or the reason why there is none, never both."""
 
     sample_id: str
     reward: str

@@ -24,7 +24,7 @@ MAX_ELEMENTS = 2**31 - 2**21
 
 
 def use_triton(backend: Backend, latents: Tensor, *others: Tensor | None) -> bool:
-    """Whether the Triton kernels do this call. The environment variable WFM_KERNELS wins over `backend`.
+    """Return whether the Triton kernels do this call. The environment variable WFM_KERNELS wins over `backend`.
 
     Raises ValueError for an unknown name, for tensors of several devices, and where `triton` is asked for and cannot
     be; `auto` then takes torch and says so once. On a CPU `auto` is always torch.
@@ -65,7 +65,8 @@ def _obstacle(latents: Tensor, tensors: list[Tensor]) -> str | None:
 
 
 def interpreted() -> bool:
-    """Whether Triton runs its kernels in Python. It decides when a kernel is defined, so set this before any import."""
+    """Return whether Triton runs its kernels in Python. It decides when a kernel is defined, so set this before any
+    import."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 

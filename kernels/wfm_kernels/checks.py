@@ -10,7 +10,7 @@ EXACT = torch.float64  # for checking formulas; the torch backend alone takes it
 
 
 def working_dtype(latents: Tensor) -> torch.dtype:
-    """What sums, coefficients and losses of these latents are computed and returned in."""
+    """Return the dtype in which sums, coefficients and losses of these latents are computed and returned."""
     return EXACT if latents.dtype == EXACT else torch.float32
 
 

@@ -259,7 +259,7 @@ def _read_resources(ptx: str, report: Report) -> None:
 
 
 def _assembled(source: Path) -> str:
-    """What the first assembler of Triton that accepts the file says about it."""
+    """Return what the first assembler of Triton that accepts the file says about it."""
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

@@ -19,7 +19,7 @@ from wfm_kernels.checks import (
 
 @dataclass(frozen=True, slots=True)
 class SdeStep:
-    """What a step gives; all detached."""
+    """Result of a step; all detached."""
 
     next_latents: Tensor  # shape and dtype of the latents
     log_prob: Tensor  # [B] float32, of next_latents as stored

@@ -87,5 +87,5 @@ def test_embeddings_are_found_in_both_folders_and_pickles_only_if_allowed(tmp_pa
 @pytest.mark.parametrize("made", [[], ["videos/a.mp4"], ["metas/a.txt"]])
 def test_another_folder_is_refused_by_name(tmp_path, made):
     put(tmp_path, *made)
-    with pytest.raises(DataError, match=r"is no Cosmos folder: it must hold metas/ and videos/"):
+    with pytest.raises(DataError, match=r"is not a Cosmos folder: it must hold metas/ and videos/"):
         scan(tmp_path)

@@ -105,8 +105,8 @@ def test_a_jsonl_set_of_ones_own(tmp_path):
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ('{"prompt": "a"', "no JSON, .* at character 15"),
-        ("a cat", "no JSON"),
+        ('{"prompt": "a"', "not JSON, .* at character 15"),
+        ("a cat", "not JSON"),
         ('["a cat"]', "not a JSON object"),
         ('{"text": "a cat"}', "no `prompt`"),
         ('{"prompt": ["a cat"]}', "no `prompt`"),

@@ -192,10 +192,10 @@ def test_a_shard_that_ends_without_its_end_is_not_intact(tmp_path, damage):
 
 def test_what_is_no_tar_is_named(tmp_path):
     (tmp_path / "text.tar").write_text("<html>" * 1000)
-    with pytest.raises(DataError, match=r"text\.tar is no uncompressed tar file"):
+    with pytest.raises(DataError, match=r"text\.tar is not an uncompressed tar file"):
         open_shards(tmp_path / "text.tar")
     write_tar(tmp_path / "a.tar.gz", sample("0"), mode="w:gz")
-    with pytest.raises(DataError, match=r"a\.tar\.gz is no uncompressed tar file"):
+    with pytest.raises(DataError, match=r"a\.tar\.gz is not an uncompressed tar file"):
         open_shards(tmp_path / "a.tar.gz")
     with pytest.raises(DataError, match=r"nowhere\.tar does not exist"):
         open_shards(tmp_path / "nowhere.tar")

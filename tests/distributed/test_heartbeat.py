@@ -12,7 +12,7 @@ import time
 import pytest
 
 from wfm_ds.distributed import heartbeat
-from wfm_ds.distributed.fault import RollCall
+from wfm_ds.distributed.fault import RankStates
 from wfm_ds.distributed.heartbeat import Heartbeat, Line, Roll, is_broken_exchange
 from wfm_ds.distributed.liveness import Moves
 from wfm_ds.errors import UserError
@@ -24,7 +24,7 @@ import json, sys, threading
 from wfm_ds.distributed import heartbeat
 from wfm_ds.distributed.heartbeat import Heartbeat, Roll
 from wfm_ds.distributed.liveness import MOVES
-from wfm_ds.distributed.fault import RollCall
+from wfm_ds.distributed.fault import RankStates
 
 rank, address = int(sys.argv[1]), json.loads(sys.argv[2])
 heartbeat.BEAT_S = 0.2
@@ -35,12 +35,12 @@ def say(**what):
 
 roll = None
 if rank == 0:
-    roll = Roll(RollCall(3, **limits), "127.0.0.1")
+    roll = Roll(RankStates(3, **limits), "127.0.0.1")
     address = [roll.port, roll.token]
     say(address=address)
 beating = Heartbeat(
     ("127.0.0.1", address[0]), address[1], rank,
-    on_end=lambda text: say(verdict=text), roll=roll, silent_s=limits["silent_s"],
+    on_end=lambda text: say(fault=text), roll=roll, silent_s=limits["silent_s"],
 )
 say(ready=True)
 for line in sys.stdin:
@@ -51,10 +51,10 @@ for line in sys.stdin:
         beating.stop()
         sys.exit(0)
     elif word == "fail":
-        say(verdict=beating.failed("ZeroDivisionError: x", is_victim=False).text)
+        say(fault=beating.failed("ZeroDivisionError: x", is_secondary=False).text)
         sys.exit(1)
-    elif word == "victim":
-        say(verdict=beating.failed("RuntimeError: gloo", is_victim=True).text)
+    elif word == "secondary":
+        say(fault=beating.failed("RuntimeError: gloo", is_secondary=True).text)
         sys.exit(1)
 """
 PATIENT = {"silent_s": 600.0, "stuck_s": 600.0, "awake_s": 1.0}
@@ -100,7 +100,7 @@ def test_a_killed_rank_is_named_on_all_others_which_end(three):
     ranks = three()
     ranks[1].process.kill()
     for rank in (ranks[0], ranks[2]):
-        text = rank.answer("verdict")
+        text = rank.answer("fault")
         assert text.startswith(f"rank 1 (process {ranks[1].process.pid} on {socket.gethostname()}) is gone: its")
         assert rank.process.wait(WAIT_S) == 1
 
@@ -109,7 +109,7 @@ def test_a_killed_rank_0_is_named_too(three):
     ranks = three()
     ranks[0].process.kill()
     for rank in ranks[1:]:
-        assert rank.answer("verdict") == f"rank 0 ({HOST}) is gone: its connection closed"
+        assert rank.answer("fault") == f"rank 0 ({HOST}) is gone: its connection closed"
         assert rank.process.wait(WAIT_S) == 1
 
 
@@ -119,7 +119,7 @@ def test_a_stopped_rank_is_named(three, stopped):
     os.kill(ranks[stopped].process.pid, signal.SIGSTOP)
     for rank in ranks:
         if rank is not ranks[stopped]:
-            text = rank.answer("verdict")
+            text = rank.answer("fault")
             assert text.startswith(f"rank {stopped} (")
             assert "is gone: no sign of life for " in text
             assert rank.process.wait(WAIT_S) == 1
@@ -145,7 +145,7 @@ def test_a_rank_that_stands_still_while_others_wait_is_named_and_shows_where(thr
     for rank in (ranks[0], ranks[2]):
         rank.tell("move")
     for rank in ranks:
-        text = rank.answer("verdict")
+        text = rank.answer("fault")
         assert text.startswith("rank 1 (")
         assert "is stuck: no progress for " in text
         assert text.endswith(" at start; the others are further and wait")
@@ -156,9 +156,9 @@ def test_a_rank_that_stands_still_while_others_wait_is_named_and_shows_where(thr
 
 def test_a_rank_that_fails_is_told_apart_from_those_that_it_takes_with_it(three):
     ranks = three()
-    ranks[2].tell("victim")
+    ranks[2].tell("secondary")
     ranks[1].tell("fail")
-    texts = {rank.answer("verdict") for rank in ranks}
+    texts = {rank.answer("fault") for rank in ranks}
     assert texts == {f"rank 1 (process {ranks[1].process.pid} on {socket.gethostname()}) failed: ZeroDivisionError: x"}
     assert [rank.process.wait(WAIT_S) for rank in ranks] == [1, 1, 1]
 
@@ -174,9 +174,9 @@ def test_ranks_that_have_finished_end_in_any_order(three):
 # ---- in this process
 
 
-def test_strangers_and_nonsense_are_shut_out():
-    roll_call = RollCall(2, **PATIENT)
-    roll = Roll(roll_call, HOST)
+def test_unknown_and_nonsense_are_shut_out():
+    states = RankStates(2, **PATIENT)
+    roll = Roll(states, HOST)
     hello = {"where": "here", "rank": 1}
     for lines in (
         [b"GET / HTTP/1.1\r\n\r\n"],
@@ -185,16 +185,16 @@ def test_strangers_and_nonsense_are_shut_out():
         [json.dumps({"token": roll.token, "where": "here", "rank": True}).encode() + b"\n"],
         [b"[1]\n"],
     ):
-        with socket.create_connection((HOST, roll.port), timeout=WAIT_S) as stranger:
+        with socket.create_connection((HOST, roll.port), timeout=WAIT_S) as peer:
             for line in lines:
-                stranger.sendall(line)
-            assert stranger.recv(1) == b""
-    assert roll_call.members == {}
+                peer.sendall(line)
+            assert peer.recv(1) == b""
+    assert states.members == {}
     with socket.create_connection((HOST, roll.port), timeout=WAIT_S) as known:
         known.sendall(json.dumps({"token": roll.token, **hello}).encode() + b"\n")
         known.sendall(b'{"bye": true}\n')
         until_s = time.monotonic() + WAIT_S
-        while 1 not in roll_call.members or roll_call.members[1].state != "done":
+        while 1 not in states.members or states.members[1].state != "done":
             assert time.monotonic() < until_s
             time.sleep(0.01)
         ending = threading.Thread(target=roll.stop)
@@ -239,15 +239,15 @@ def test_a_foreign_address_is_listened_to_everywhere(caplog):
 
 def test_several_machines_reach_rank_0_where_its_own_name_is_a_loopback_address():
     """127.0.1.1 stands for the address that rank 0 knows of itself, 127.0.0.1 for the one that others use."""
-    roll = Roll(RollCall(2, **PATIENT), "127.0.1.1", everywhere=True)
+    roll = Roll(RankStates(2, **PATIENT), "127.0.1.1", everywhere=True)
     beating = Heartbeat((HOST, roll.port), roll.token, 1, on_end=print, moves=Moves())
     beating.stop()
     roll.stop()
 
 
-def test_a_verdict_ends_the_process_even_if_it_cannot_be_written(capfd):
-    def full_disk(verdict):
-        raise OSError(28, "No space left on device", verdict)
+def test_a_fault_ends_the_process_even_if_it_cannot_be_written(capfd):
+    def full_disk(fault):
+        raise OSError(28, "No space left on device", fault)
 
     codes, ended = [], threading.Event()
 
@@ -255,10 +255,10 @@ def test_a_verdict_ends_the_process_even_if_it_cannot_be_written(capfd):
         codes.append(code)
         ended.set()
 
-    roll = Roll(RollCall(2, **PATIENT), HOST)
+    roll = Roll(RankStates(2, **PATIENT), HOST)
     Heartbeat((HOST, roll.port), roll.token, 1, on_end=full_disk, moves=Moves(), exit_process=end)
     other = Heartbeat((HOST, roll.port), roll.token, 0, on_end=print, moves=Moves(), exit_process=print)
-    assert other.failed("ZeroDivisionError: x", is_victim=False).ranks == (0,)
+    assert other.failed("ZeroDivisionError: x", is_secondary=False).ranks == (0,)
     assert ended.wait(WAIT_S)
     other.stop()
     roll.stop()

@@ -98,7 +98,7 @@ def test_every_emitted_tag_is_documented_and_nothing_else(finished):
     # intervals do not occur in this run.
     elsewhere = re.compile(
         r"sft/|data/|policy/|ddrl/|loss/data|val/loss|reward/total/clipped_fraction|weights/"
-        r"|time/(data_wait|export|checkpoint|validation|rollout_wait|publish)|rollout/(staleness|dropped|workers)|perf/forwards_(uncond|validation)"
+        r"|time/(data_wait|export|checkpoint|validation|rollout_wait|publish)|rollout/(staleness|dropped|workers)|perf/(forwards_(uncond|validation)|mfu)"
     )
     silent = [tag for tag, p in documented.items() if not any(p.match(e) for e in emitted)]
     assert [tag for tag in silent if not elsewhere.match(tag)] == []

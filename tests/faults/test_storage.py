@@ -49,7 +49,7 @@ def test_a_run_outlives_its_storage_and_the_same_command_sends_the_rest(proxy, t
     proxy.gone_at, proxy.pass_first = b"/checkpoints/", 1
     ended = command(**run)
     assert ended.returncode == 1, ended.stderr
-    said = [line for line in ended.stderr.splitlines() if "has not got all of this run" in line]
+    said = [line for line in ended.stderr.splitlines() if "does not have all of this run" in line]
     assert len(said) == 1
     assert f"are in {out} alone; start the same command again to copy them" in said[0]
     result = json.loads((out / "result.json").read_text())

@@ -47,7 +47,7 @@ def test_samples_are_nearer_to_the_stock_pipeline_s_than_euler_s(tiny_pipelines,
     assert (ours.eval_solver, euler.eval_solver) == ("dpm2", "ode")
     noise = seeded_normal([0, 1], ours.latent_shape, torch.device("cpu"))
     call = ours.model.pipeline_call(1.0, *case.size) | {"num_inference_steps": STEPS, "output_type": "pt"}
-    pixels = stock(folder, case)(PROMPTS, latents=noise, **call)[0]
+    pixels = stock(folder, case)(prompt=PROMPTS, latents=noise, **call)[0]
     pixels = pixels.transpose(1, 2) if ours.model.video else pixels  # frames come before channels
     (most, mean), (most_of_euler, mean_of_euler) = drawn(ours, pixels), drawn(euler, pixels)
     assert most < 0.5 * most_of_euler

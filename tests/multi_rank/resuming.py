@@ -53,9 +53,7 @@ def train_on_rank(recipe, overrides, stop_at=None, save_at=None):
 
     world = World.join()
     loaded = recipe_file.load(Path(recipe), overrides)
-    ending = Ending(loaded.run.output_dir, world)
-    outcome = prepare_and_train(loaded, world, StopAt(), ending)
-    ending.reached(outcome)
+    outcome, _ = prepare_and_train(loaded, world, StopAt(), Ending(world))
     return {"status": outcome.status, "step": outcome.step, "metrics": dict(outcome.metrics)}
 
 
@@ -74,7 +72,7 @@ def settings(case, folder, *, model, digits, changes=()):
 def records(folder):
     """All metrics by line but times, speeds and what the rewards' clocks say."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    clocks = ("time", "perf/samples")
+    clocks = ("time", "perf/samples", "perf/tflops", "perf/mfu", "perf/peak")
     return [{k: v for k, v in line.items() if not k.startswith(clocks) and "seconds" not in k} for line in lines]
 
 

@@ -11,8 +11,9 @@ from diffusers import SD3Transformer2DModel
 from families import CASES, PROMPTS
 from multi_rank.training import full_tensors, small_recipe
 from wfm_ds.distributed.world import World
-from wfm_ds.engine.engine import DenoiserEngine, learning_rate
+from wfm_ds.engine.engine import DenoiserEngine
 from wfm_ds.engine.policy import add_adapters
+from wfm_ds.engine.schedules import learning_rate
 from wfm_ds.models import registry
 from wfm_ds.models.conditional_frames import with_conditional_frames
 from wfm_ds.models.tiny.sd3 import TRANSFORMER

@@ -22,8 +22,9 @@ from multi_rank.training import (
 )
 from wfm_ds.algorithms import build_rl
 from wfm_ds.distributed.world import COLLECTIVE_TIMEOUT_S, World
-from wfm_ds.engine.engine import DenoiserEngine, learning_rate
+from wfm_ds.engine.engine import DenoiserEngine
 from wfm_ds.engine.lockstep import Guard
+from wfm_ds.engine.schedules import learning_rate
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.rollout.groups import PromptGroups

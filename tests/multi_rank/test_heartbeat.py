@@ -23,7 +23,7 @@ def started(addresses):
         message = ""
     finally:
         os.environ["MASTER_ADDR"] = address
-    running = [thread.name for thread in threading.enumerate() if thread.name in ("heartbeat", "roll-call")]
+    running = [thread.name for thread in threading.enumerate() if thread.name in ("heartbeat", "rank-states")]
     return [message, *said, *running]
 
 
@@ -31,5 +31,5 @@ def test_a_rank_that_cannot_reach_rank_0_ends_all_with_one_error(two_ranks):
     assert two_ranks.run(started, addresses=["127.0.0.1", "127.0.0.1"]) == [[""], [""]]
     first, second = two_ranks.run(started, addresses=["127.0.0.1", FAR])
     assert first == second
-    assert len(first) == 1  # no verdict, no thread
+    assert len(first) == 1  # no fault, no thread
     assert f"cannot reach rank 0 at {FAR}:" in first[0]

@@ -5,7 +5,7 @@ import torch
 
 import wfm_ds.engine.policy
 from multi_rank.training import build, follow, full_tensors, plain_step, predict, small_sd3, zero3_with_threshold
-from wfm_ds.engine.engine import ema_decay
+from wfm_ds.engine.schedules import ema_decay
 
 STAGES = pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
 LORA = pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
@@ -24,7 +24,7 @@ SOME = pytest.mark.parametrize(
 
 
 def follow_gathered_masters(config, lora, dtype, every):
-    """Whether the engine's average equals one over gathered masters (rank 0), and the names that each rank saw."""
+    """Say whether the engine's average equals one over gathered masters (rank 0), and the names that each rank saw."""
     sections = {"model": {"dtype": dtype}, "ema": {"decay": 0.25, "every": every}}
     engine = build(config, lora=lora, policies={"ema"}, accumulation=1, **sections)
     names = [name for name, _ in engine.named_full_tensors("ema")]
@@ -90,7 +90,7 @@ def trainable_names(engine):
 
 
 def swap_and_return(config, lora, dtype):
-    """What a swap must leave as it was, compared bit by bit on this rank; and what is refused inside one."""
+    """Compare what a swap must leave as it was, bit by bit on this rank; and what is refused inside one."""
     kind = getattr(torch, dtype)
     engine = build(config, lora=lora, accumulation=1, model={"dtype": dtype})
     follow(engine, plain_step(engine, 0, kind))

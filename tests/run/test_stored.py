@@ -186,7 +186,7 @@ def test_what_is_missing_is_one_sentence(tmp_path):
     names = [f"samples/step_{n}/0000.png" for n in range(5)]
     copies = Copies(address="s3://b/run", missing=names, reason="it is gone")
     assert copies.sentence(tmp_path) == (
-        "s3://b/run has not got all of this run (it is gone): samples/step_0/0000.png, samples/step_1/0000.png, "
+        "s3://b/run does not have all of this run (it is gone): samples/step_0/0000.png, samples/step_1/0000.png, "
         f"samples/step_2/0000.png and 2 more are in {tmp_path} alone; start the same command again to copy them"
     )
 

@@ -54,7 +54,7 @@ class CutStates:
         self._held.close()
 
     def plain(self, rank: int) -> dict[str, Any]:
-        """What the rank noted besides tensors, as JSON values. Raises UserError as `gather` does."""
+        """Read what the rank noted besides tensors, as JSON values. Raises UserError as `gather` does."""
         with self._readable(rank):
             return {name: json.loads(text) for name, text in self._file(rank).metadata().items()}
 

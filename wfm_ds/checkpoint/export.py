@@ -1,4 +1,4 @@
-"""What a run hands over: a LoRA or a pipeline folder that plain diffusers loads. Resumable state is not its business.
+"""Exports of a run: a LoRA or a pipeline folder that plain diffusers loads. Resumable state is not its business.
 
 All ranks iterate the engine's stream, because each of its items is a gather; rank 0 writes. Whatever happens to rank
 0's disk, it iterates to the end before it raises, so that no rank waits for a gather that never comes. The caller then
@@ -26,6 +26,7 @@ from wfm_ds.checkpoint.pipeline_folder import CALL, components, read_index, shar
 from wfm_ds.checkpoint.target import WEIGHTS, ExportTarget, call_json
 from wfm_ds.checkpoint.tensor_file import Spec, TensorFile
 from wfm_ds.errors import ModelError, UserError
+from wfm_ds.models.variants import pipeline_variant
 from wfm_ds.storage import atomic
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ LORA_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
 
 
 class TensorSource(Protocol):
-    """What an export asks of the engine."""
+    """The part of an engine that an export needs."""
 
     lora: bool
 
@@ -126,6 +127,8 @@ def loading_lines(base: Path, exported: Path, lora: bool) -> str:
     """
     pipeline = base if lora else exported
     arguments = [json.dumps(str(pipeline)), *(f"{name}=None" for name in _must_be_declined(pipeline))]
+    if variant := pipeline_variant(pipeline):
+        arguments.append(f'variant="{variant}"')
     lines = ["from diffusers import DiffusionPipeline"]
     if _builds_checker(pipeline):
         lines.append(
@@ -151,14 +154,14 @@ def _must_be_declined(pipeline: Path) -> list[str]:
 
 
 def _builds_checker(pipeline: Path) -> bool:
-    """Whether the pipeline makes a safety checker that the folder does not have (Cosmos-Predict2.5)."""
+    """Return whether the pipeline makes a safety checker that the folder does not have (Cosmos-Predict2.5)."""
     index = read_index(pipeline)
     takes = inspect.signature(_pipeline_class(index)).parameters
     return SAFETY_CHECKER in takes and components(index).get(SAFETY_CHECKER, (None, None))[1] is None
 
 
 def _pipeline_class(index: Mapping[str, Any]) -> Any:
-    """What the index names; diffusers' base class if diffusers does not know it."""
+    """Return the class that the index names; diffusers' base class if diffusers does not know it."""
     import diffusers
 
     return getattr(diffusers, str(index.get("_class_name")), diffusers.DiffusionPipeline)
@@ -240,7 +243,7 @@ def adapter_settings(config: Any, base: Path | str | None) -> dict[str, Any]:
 
 
 def adapter_shapes(weight: torch.Size, rank: int) -> dict[str, list[int]]:
-    """Of the two matrices on a layer with a weight of this shape."""
+    """Return the shapes of the two matrices on a layer with a weight of this shape."""
     outputs, *inputs = weight  # [out, in]; of a convolution [out, in, kh, kw], whose B is 1 x 1
     return {"A": [rank, *inputs], "B": [outputs, rank, *[1] * (len(inputs) - 1)]}
 
@@ -313,13 +316,13 @@ def _begin_part(folder: Path, config: Mapping[str, Any], shards: Mapping[str, Ma
 
 
 def _stored(own: torch.dtype, chosen: torch.dtype) -> torch.dtype:
-    """What a tensor has in the files: the chosen dtype, if it is one of floating point."""
+    """Return the dtype of a tensor in the files: the chosen dtype, if it is one of floating point."""
     return chosen if own.is_floating_point else own
 
 
 def planned_shards(specs: Mapping[str, Spec], shard_bytes: int) -> dict[str, dict[str, Spec]]:
-    """What lies in which file, under the names that diffusers looks for: at most `shard_bytes` of tensors in each, in
-    their order; a larger tensor fills a file alone."""
+    """Distribute tensors over files, under the names that diffusers looks for: at most `shard_bytes` of tensors in
+    each, in their order; a larger tensor fills a file alone."""
     shards: list[dict[str, Spec]] = [{}]
     held_bytes = 0
     for name, spec in specs.items():

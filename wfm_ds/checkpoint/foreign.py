@@ -74,7 +74,7 @@ class LoraFolder:
 
 
 def is_deepspeed(folder: Path) -> bool:
-    """Whether DeepSpeed saved something here, or in the folder that its file `latest` names."""
+    """Return whether DeepSpeed saved something here, or in the folder that its file `latest` names."""
     return (folder / "latest").is_file() or any(folder.glob("*_optim_states.pt"))
 
 

@@ -38,8 +38,8 @@ class CheckpointWeights:
         return None if self.settings is None else peft.LoraConfig(**self.settings)
 
     def named_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor]]:
-        """As the engine's: same names, same order. Raises UserError unless the checkpoint holds just the weights that
-        the target asks for."""
+        """List the parameters as the engine does: same names, same order. Raises UserError unless the checkpoint
+        holds just the weights that the target asks for."""
         names = self.cuts.layout(0).keys()
         for part in self.target.parts:
             prefix = self.target.prefix(part)
@@ -56,7 +56,7 @@ class CheckpointWeights:
         return {name: parameter.shape for name, parameter in self.target.bare(part).named_parameters()}
 
     def _adapter_shapes(self, part: str) -> dict[str, list[int]]:
-        """Of the adapter's matrices that the checkpoint holds, as they lie on the base's layers."""
+        """Return the shapes of the adapter's matrices that the checkpoint holds, as they lie on the base's layers."""
         assert self.settings is not None
         prefix, weights = self.target.prefix(part), self.target.shapes(part)
         shapes = {}

@@ -42,12 +42,12 @@ class RemoteCheckpoint:
 
 
 def read(address: str) -> RemoteCheckpoint | None:
-    """The checkpoint at an s3:// address; None if it is not complete. Raises StorageError."""
+    """Return the checkpoint at an s3:// address; None if it is not complete. Raises StorageError."""
     return _read(address, transfer.listing(address))
 
 
 def newest(root: str) -> RemoteCheckpoint | None:
-    """The complete checkpoint with the highest step below `root`. What it passes over is logged. Raises
+    """Return the complete checkpoint with the highest step below `root`. What it passes over is logged. Raises
     StorageError."""
     names = transfer.listing(root)
     for step in sorted(_steps(names), reverse=True):
@@ -66,7 +66,7 @@ def flaws(root: str) -> list[str]:
 
 
 def _read_step(root: str, step: int, names: Mapping[str, int]) -> RemoteCheckpoint | None:
-    """`names`: what is below `root`, with sizes."""
+    """Return the checkpoint of a step; `names`: all objects below `root`, with sizes."""
     folder = f"step_{step}/"
     inside = {name.removeprefix(folder): size for name, size in names.items() if name.startswith(folder)}
     return _read(f"{root}/step_{step}", inside)
@@ -124,8 +124,8 @@ def fetch(found: RemoteCheckpoint, folder: Path, *, moved: Moved = ignore) -> Ch
 
 @contextlib.contextmanager
 def on_this_machine(place: str, beside: Path) -> Iterator[Path]:
-    """A path as it is; what lies at an s3:// address as a temporary folder near `beside`, a checkpoint compared with
-    its digests. Raises StorageError."""
+    """Yield a path as it is, and what lies at an s3:// address as a temporary folder near `beside`, a checkpoint
+    compared with its digests. Raises StorageError."""
     if not is_remote(place):
         yield Path(place)
         return

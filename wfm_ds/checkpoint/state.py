@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run, and how it returns: the engine's state and the loop's, one file per rank.
+"""The state of a run in a checkpoint, and how it returns: the engine's state and the loop's, one file per rank.
 
     wfm_rank00000.safetensors, ...     this rank's share of the trained weights, of the other policies and of the
                                        optimizer's states, all fp32, and as metadata: the engine's counters, the loop's

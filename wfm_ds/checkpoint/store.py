@@ -72,7 +72,7 @@ class Save:
         self._share = self._thread.submit(_writable, making, lambda: _write_share(making, world.rank, write))
 
     def share_is_written(self) -> bool:
-        """Whether this rank has written its share, or failed to: a local fact."""
+        """Return whether this rank has written its share, or failed to: a local fact."""
         return self._share.done()
 
     def commit(self) -> Path:
@@ -124,7 +124,7 @@ def _remove(folder: Path) -> None:
 
 
 def _write_share(making: Path, rank: int, write: Callable[[Path], Sequence[Path]]) -> None:
-    """This rank's files, on disk, and then the list of them."""
+    """Put this rank's files on disk, and then the list of them."""
     files = write(making)
     for path in files:
         atomic.sync(path)
@@ -135,7 +135,7 @@ def _write_share(making: Path, rank: int, write: Callable[[Path], Sequence[Path]
 
 
 def _commit(making: Path, step: int, world_size: int, facts: Mapping[str, Any]) -> None:
-    """Rank 0, once every rank has left its list: check, mark as complete, rename."""
+    """Check, mark as complete and rename, on rank 0, once every rank has left its list."""
     files: dict[str, int] = {}
     for rank in range(world_size):
         files |= json.loads((making / ok_name(rank)).read_text(encoding="utf-8"))
@@ -157,19 +157,20 @@ def ok_name(rank: int) -> str:
 
 
 def read(path: Path) -> Checkpoint | None:
-    """The checkpoint in this folder; None if it is not complete, for a reason that `flaw` says."""
+    """Return the checkpoint in this folder; None if it is not complete, for a reason that `flaw` says."""
     found = _examined(path)
     return found if isinstance(found, Checkpoint) else None
 
 
 def flaw(path: Path) -> str | None:
-    """Why this folder is no complete checkpoint, as a clause; None if it is one."""
+    """Return why this folder is no complete checkpoint, as a clause; None if it is one."""
     found = _examined(path)
     return found if isinstance(found, str) else None
 
 
 def _examined(path: Path) -> Checkpoint | str:
-    """A checkpoint, or why it is none: COMPLETE is missing, or files are, or their sizes differ from what it says."""
+    """Return the checkpoint, or why it is none: COMPLETE is missing, or files are, or their sizes differ from what it
+    says."""
     try:
         marker = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
         found = Checkpoint(path, int(marker["step"]), int(marker["world_size"]), dict(marker["facts"]))
@@ -189,7 +190,8 @@ def _examined(path: Path) -> Checkpoint | str:
 
 
 def newest(root: Path) -> Checkpoint | None:
-    """The complete checkpoint with the highest step below `root`. What it passes over is logged. Changes nothing."""
+    """Return the complete checkpoint with the highest step below `root`. What it passes over is logged. Changes
+    nothing."""
     for step in sorted(steps(root), reverse=True):
         found = read(root / f"step_{step}")
         if found is not None:
@@ -212,7 +214,7 @@ def steps(root: Path) -> list[int]:
 
 
 def kept_steps(known: Collection[int], *, newest: int, keep: int) -> set[int]:
-    """The `keep` last ones up to `newest`."""
+    """Return the `keep` last ones up to `newest`."""
     return set(sorted((step for step in known if step <= newest), reverse=True)[:keep])
 
 

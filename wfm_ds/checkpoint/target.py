@@ -1,4 +1,4 @@
-"""What an export is made for: the pipeline that was trained, known from its folder alone, without a loaded model."""
+"""The target of an export: the pipeline that was trained, known from its folder alone, without a loaded model."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from wfm_ds.checkpoint.tensor_file import Spec
 from wfm_ds.errors import ModelError
 from wfm_ds.models.base import stock_argument
 from wfm_ds.models.loading import read_json
+from wfm_ds.models.variants import index_file, variant_to_load
 
 if TYPE_CHECKING:
     from wfm_ds.models.base import DiffusionModel
@@ -35,7 +36,8 @@ class ExportTarget:
 
     @classmethod
     def of(cls, model: DiffusionModel) -> ExportTarget:
-        """Of a loaded model; notes how it encoded prompts where base folder or stock call say otherwise."""
+        """Make the target of a loaded model; note how it encoded prompts where base folder or stock call say
+        otherwise."""
         base = model.path.absolute()
         known = read_json(base / CALL) if (base / CALL).exists() else {}
         trained = model.text_call().items()
@@ -44,7 +46,7 @@ class ExportTarget:
 
     @classmethod
     def of_json(cls, note: Mapping[str, Any]) -> ExportTarget:
-        """What `to_json` gave."""
+        """Read what `to_json` gave."""
         return cls(Path(note["base"]), tuple(note["parts"]), note["call"])
 
     def to_json(self) -> dict[str, Any]:
@@ -75,7 +77,8 @@ class ExportTarget:
         return {name: spec.shape for name, spec in self.specs(part).items()}
 
     def prefix(self, part: str) -> str:
-        """What stands before the names of a part's tensors in an engine: nothing, unless there are several parts."""
+        """Return what stands before the names of a part's tensors in an engine: nothing, unless there are several
+        parts."""
         return "" if len(self.parts) == 1 else f"{part}."
 
     def stored(self, part: str) -> StoredWeights:
@@ -91,12 +94,14 @@ class StoredWeights:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        index = folder / f"{WEIGHTS}.safetensors.index.json"
+        index = index_file(folder, WEIGHTS)
+        variant = variant_to_load(folder)
+        self._only = f"{WEIGHTS}.{variant}.safetensors" if variant else f"{WEIGHTS}.safetensors"
         self._file_of: dict[str, str] | None = read_json(index)["weight_map"] if index.is_file() else None
 
     def tensor(self, name: str) -> Tensor:
         """Raises ModelError if the file or the tensor is not there, or cannot be read."""
-        file = f"{WEIGHTS}.safetensors" if self._file_of is None else self._file_of.get(name, name)
+        file = self._only if self._file_of is None else self._file_of.get(name, name)
         try:
             with safe_open(self.folder / file, "pt") as opened:
                 tensor: Tensor = opened.get_tensor(name)

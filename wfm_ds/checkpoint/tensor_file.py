@@ -35,7 +35,7 @@ ALIGNMENT = 8  # bytes, of the first tensor
 
 
 class Spec(NamedTuple):
-    """What is known of a tensor before it is there."""
+    """The dtype and shape of a tensor before it is there."""
 
     dtype: torch.dtype
     shape: torch.Size

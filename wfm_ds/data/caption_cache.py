@@ -26,7 +26,7 @@ RECENT_S = 60.0  # the coarsest clock of a file system ticks every 2 s, and that
 
 
 class CaptionCache:
-    """What the caption files of one folder hold, as JSON; whoever scans the folder calls `kept`, `keep` and `save`."""
+    """Captions of one folder by file, as JSON; a scan of the folder calls `kept`, `keep` and at last `save`."""
 
     def __init__(self, folder: Path, cache_dir: Path, *, now_ns: int) -> None:
         """`now_ns`: the time before the scan, since the epoch."""
@@ -38,7 +38,7 @@ class CaptionCache:
         self._num_read = 0
 
     def state(self, path: str) -> list[int]:
-        """Return what changes when a file does. Raises OSError."""
+        """Return size, times and inode of a file, one of which changes when the file does. Raises OSError."""
         status = os.stat(path)
         return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 

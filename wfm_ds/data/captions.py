@@ -25,11 +25,11 @@ from wfm_ds.storage.regular import open_regular
 NUM_SHOWN = 10
 
 Caption = Mapping[str, Any]
-"""What a NAME.json holds: `prompt`, and any metadata."""
+"""Content of a NAME.json: `prompt`, and any metadata."""
 
 
 def media_files(folder: Path) -> list[Path]:
-    """All images and videos below the folder, sorted. DataError if there is none."""
+    """Return all images and videos below the folder, sorted. DataError if there is none."""
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder")
     found = sorted(path for path in walk(folder) if path.suffix.lower() in MEDIA_SUFFIXES)
@@ -39,7 +39,7 @@ def media_files(folder: Path) -> list[Path]:
 
 
 def read_table(table: Path) -> dict[str, Caption]:
-    """Captions by file, of a CSV file with a header line or a JSONL file, both UTF-8.
+    """Read captions by file, from a CSV file with a header line or a JSONL file, both UTF-8.
 
     DataError, with the line, for a row without `file` or `prompt`, and for a file that comes twice.
     """
@@ -57,7 +57,7 @@ def read_table(table: Path) -> dict[str, Caption]:
 
 
 def table_rows(table: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Rows with the numbers of the lines on which they end."""
+    """Read rows with the numbers of the lines on which they end."""
     try:
         with io.TextIOWrapper(open_regular(table), encoding="utf-8-sig", newline="") as file:
             if table.suffix.lower() == ".jsonl":
@@ -74,9 +74,9 @@ def json_row(table: Path, number: int, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{table}: line {number} is no JSON: {error}") from error
+        raise DataError(f"{table}: line {number} is not JSON: {error}") from error
     if not isinstance(row, dict):
-        raise DataError(f"{table}: line {number} is no JSON object")
+        raise DataError(f"{table}: line {number} is not a JSON object")
     return row
 
 
@@ -87,7 +87,7 @@ def csv_row(table: Path, number: int, row: dict[str | None, Any]) -> dict[str, A
 
 
 def planned(folder: Path, captions: Mapping[str, Caption]) -> dict[Path, Caption]:
-    """The caption files to be written. DataError if the table and the folder do not name the same media."""
+    """Return the caption files to be written. DataError if the table and the folder do not name the same media."""
     media = {path.relative_to(folder).as_posix(): path for path in media_files(folder)}
     for problem, names in (
         ("are in the table but not in", sorted(captions.keys() - media.keys())),

@@ -26,7 +26,7 @@ class CosmosFolder(SampleSet):
         """
         super().__init__(str(folder))
         if not (folder / "metas").is_dir() or not any((folder / name).is_dir() for name in MEDIA_FOLDERS):
-            raise DataError(f"{folder} is no Cosmos folder: it must hold metas/ and videos/ (or images/)")
+            raise DataError(f"{folder} is not a Cosmos folder: it must hold metas/ and videos/ (or images/)")
         captions = files_by_id(folder / "metas", frozenset({".txt"}))
         media = [files_by_id(folder / name, suffixes) for name, suffixes in MEDIA_FOLDERS.items()]
         embeddings = find_embeddings(folder, allow_pickle=allow_pickle)
@@ -51,7 +51,8 @@ class CosmosFolder(SampleSet):
 
 
 def find_embeddings(folder: Path, *, allow_pickle: bool) -> dict[str, Path]:
-    """Files with text embeddings by id; safetensors before pickles, the first of EMBEDDING_FOLDERS before the other."""
+    """Find files with text embeddings by id; safetensors before pickles, the first of EMBEDDING_FOLDERS before the
+    other."""
     suffixes = (SAFE_SUFFIX, *(PICKLE_SUFFIXES if allow_pickle else ()))
     found: dict[str, Path] = {}
     for suffix in suffixes:
@@ -63,7 +64,8 @@ def find_embeddings(folder: Path, *, allow_pickle: bool) -> dict[str, Path]:
 
 
 def files_by_id(folder: Path, suffixes: frozenset[str]) -> dict[str, list[Path]]:
-    """Files with one of these suffixes by their path below the folder without it; none if there is no such folder."""
+    """Return files with one of these suffixes by their path below the folder without it; none if there is no such
+    folder."""
     files: dict[str, list[Path]] = {}
     if folder.is_dir():
         for path in sorted(walk(folder)):
@@ -73,7 +75,7 @@ def files_by_id(folder: Path, suffixes: frozenset[str]) -> dict[str, list[Path]]
 
 
 def read_text(path: Path) -> str | None:
-    """A caption file's text, stripped; None if it is empty, unreadable or no UTF-8."""
+    """Return a caption file's text, stripped; None if it is empty, unreadable or not UTF-8."""
     try:
         return read_regular(path).decode("utf-8-sig").strip() or None
     except (OSError, UnicodeDecodeError):

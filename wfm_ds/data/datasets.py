@@ -37,20 +37,20 @@ Cached: TypeAlias = Callable[[Media, Framing], Any]  # the kept latents of a med
 
 
 class SizedModel(Protocol):
-    """A model, as far as its sizes are concerned (models/base.py)."""
+    """Sizes that a model can make (models/base.py)."""
 
     def latent_shape(self, height: int, width: int, num_frames: int, /) -> tuple[int, ...]:
-        """Raises ValueError for a size that the family cannot make."""
+        """Return the shape of the latents. Raises ValueError for a size that the family cannot make."""
         ...
 
     def size_multiple(self, num_frames: int, /) -> int:
-        """The number that heights and widths must be multiples of."""
+        """Return the number that heights and widths must be multiples of."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingData:
-    """The data that a recipe names. SFT: media for training and validation; RL: prompts, or captioned media."""
+    """Content of a recipe's data section. SFT: media for training and validation; RL: prompts, or captioned media."""
 
     prompts: list[Prompt]  # RL: to train on; the captions, where there are samples
     samples: list[Sample]  # to train on
@@ -64,7 +64,7 @@ class TrainingData:
 
 
 def load_data(recipe: Recipe) -> TrainingData:
-    """Raises DataError when a folder or file is missing, empty or too broken."""
+    """Read the data of a recipe. Raises DataError when a folder or file is missing, empty or too broken."""
     data, validation = recipe.data, recipe.validation
     prompts: list[Prompt] = []
     samples: list[Sample] = []
@@ -86,7 +86,7 @@ def load_data(recipe: Recipe) -> TrainingData:
 
 
 def divided(found: SampleSet, recipe: Recipe) -> tuple[list[Sample], list[Sample]]:
-    """Divide the samples into those that SFT trains on and those that it holds out."""
+    """Return the samples that SFT trains on, and those that it holds out."""
     data, validation = recipe.data, recipe.validation
     if validation.path is not None:
         return found.samples, scanned(data, [validation.path]).samples
@@ -97,7 +97,7 @@ def divided(found: SampleSet, recipe: Recipe) -> tuple[list[Sample], list[Sample
 
 
 def scanned(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
-    """Scan these paths, one unless they name tar shards; what cannot be used is logged."""
+    """Scan these paths, one unless they name tar shards; log what cannot be used."""
     found = sample_set(data, paths)
     for reason, names in found.bad.items():
         log.warning("%s: %d skipped, %s, e.g. %s", found.source, len(names), REASONS[reason], names[0])
@@ -135,7 +135,7 @@ def own_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
 
 
 def buckets_of(recipe: Recipe, model: SizedModel) -> Buckets:
-    """The sizes to which media are cut. Raises RecipeError for a size that the model does not have."""
+    """Return the training sizes of the recipe. Raises RecipeError for a size that the model cannot make."""
     data, size = recipe.data, recipe.sampling
     sizes = [(size.height, size.width)]
     if data.buckets == "auto":
@@ -161,7 +161,7 @@ def buckets_of(recipe: Recipe, model: SizedModel) -> Buckets:
 
 
 def dealt(samples: Sequence[Sample], buckets: Buckets, world: World, workers: int) -> list[int]:
-    """The bucket of each sample, by index; collective: each rank reads the sizes of its share."""
+    """Return the bucket of each sample, by index; collective: each rank reads the sizes of its share."""
     if len(buckets.sizes) == 1:
         return [0] * len(samples)
 
@@ -216,7 +216,7 @@ def readable(
 
 
 def distinct(samples: Sequence[Sample]) -> list[Prompt]:
-    """One prompt per caption, in order."""
+    """Return one prompt per caption, in order."""
     return list({sample.prompt.text: sample.prompt for sample in samples}.values())
 
 
@@ -230,8 +230,8 @@ def batch_source(
     unit: int,
     cached: Cached | None,
 ) -> BatchSource:
-    """The batches of `global_batch` samples that a run trains on, over all ranks; each `unit` of neighbours has one
-    size. `cached`: latents that the run keeps. Collective; to be closed in the end."""
+    """Return the batches of `global_batch` samples that a run trains on, over all ranks; each `unit` of neighbours has
+    one size. `cached`: latents that the run keeps. Collective; to be closed in the end."""
     return BatchSource(
         data.samples,
         global_batch=global_batch,
@@ -248,7 +248,7 @@ def batch_source(
 
 
 def log_rejected(data: TrainingData) -> None:
-    """Each entry of the training data that the scan rejected, for the run's log."""
+    """Log each entry of the training data that the scan rejected."""
     for reason, names in data.bad.items():
         for name in names:
             log.info("skipped %s: %s (%s)", name, REASONS[reason], reason)

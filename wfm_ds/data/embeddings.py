@@ -60,7 +60,7 @@ PICKLE_ERRORS = (
 
 
 class ArrayUnpickler(Unpickler):
-    """Refuses every name but those of numpy's array reconstruction."""
+    """Unpickler that refuses every name but those of numpy's array reconstruction."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ADMITTED:
@@ -69,7 +69,8 @@ class ArrayUnpickler(Unpickler):
 
 
 def read_pickle(path: Path) -> npt.NDArray[np.floating[Any]]:
-    """The embedding [n, D] in a pickle that holds an array of floats, or a list of one. DataError for anything else."""
+    """Read the embedding [n, D] of a pickle that holds an array of floats, or a list of one. DataError for anything
+    else."""
     try:
         content = ArrayUnpickler(io.BytesIO(read_regular(path))).load()
     except PICKLE_ERRORS as error:

@@ -1,4 +1,4 @@
-"""One captioned medium to the pixels that are trained on, image or video."""
+"""Decoding of one medium, image or video, to the pixels that are trained on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wfm_ds.data.video import load_clip, video_size
 
 
 def load_media(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint8]:
-    """uint8 [H,W,3] of an image, [F,H,W,3] of a video. Raises BadMedia.
+    """Decode to uint8 [H,W,3] of an image, [F,H,W,3] of a video. Raises BadMedia.
 
     An image where a clip is wanted is `too_short`; where an image is wanted, a video gives one of its frames.
     """
@@ -23,5 +23,5 @@ def load_media(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uin
 
 
 def media_size(media: Media) -> tuple[int, int]:
-    """Height and width of an image or video, upright. Raises BadMedia."""
+    """Return height and width of an image or video, upright. Raises BadMedia."""
     return image_size(media) if media.suffix in IMAGE_SUFFIXES else video_size(media)

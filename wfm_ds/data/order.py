@@ -1,4 +1,4 @@
-"""Which sample comes when, at any world size and number of workers, and the batches cut from that order.
+"""The order of samples, the same at any world size and number of workers, and the batches cut from that order.
 
 The order is pure; BatchSource decodes media ahead in threads and is the only part that touches files.
 """
@@ -59,7 +59,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the sample of a position stands: in the order that its bucket has in this epoch."""
+    """Place of a sample in the order that its bucket has in an epoch."""
 
     bucket: int
     epoch: int
@@ -84,7 +84,7 @@ class BucketOrder:
         self._units = computed_once(self._filled, maxsize=2)
 
     def place(self, position: int) -> Place:
-        """Of the sample at this position, from 0."""
+        """Return the place of the sample at this position, from 0."""
         unit, within = divmod(position, self.unit)
         epoch = unit * self.unit // len(self.buckets)  # in which at the earliest it is filled
         while self._units_before(epoch + 1) <= unit:
@@ -135,7 +135,7 @@ def computed_once(function: Callable[[int], T], maxsize: int) -> Callable[[int],
 
 
 def places(offset: int, num_samples: int) -> list[int]:
-    """Where in its epoch an offset looks for a usable sample: itself, then its substitutes, half an epoch away."""
+    """Return the offsets to try for a usable sample: the offset, then its substitutes, half an epoch away."""
     half = (num_samples + 1) // 2
     return [offset, *((offset + half + attempt) % num_samples for attempt in range(MAX_SUBSTITUTES))]
 
@@ -156,7 +156,7 @@ class TrainingSample:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What one position gave: the sample, unless all substitutes were bad, and the bad files met on the way."""
+    """Result of reading one position: the sample, unless all substitutes were bad, and the bad files met on the way."""
 
     sample: TrainingSample | None
     failures: tuple[BadMedia, ...]
@@ -232,7 +232,7 @@ class BatchSource:
         return met | {f"data/bad/{reason}": count for reason, count in self.rejected.items()}
 
     def state(self) -> dict[str, Any]:
-        """What this rank knows of bad files, as JSON. Which samples come next follows from the step alone."""
+        """Return what this rank knows of bad files, as JSON. The next samples follow from the step alone."""
         return {
             "bad": dict(self.bad),
             "logged": dict(self._logged),

@@ -46,7 +46,7 @@ def centre(purpose: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framing:
-    """Which pixels of a medium are trained on."""
+    """Selection of the pixels of a medium that are trained on."""
 
     height: int
     width: int
@@ -58,7 +58,7 @@ class Framing:
     allow_repeats: bool = False  # a source slower than fps shows frames twice
 
     def place(self, draw: Draw) -> tuple[float, float]:
-        """Where the crop lies, across and down: 0 left or top, 1 right or bottom."""
+        """Return the place of the crop, across and down: 0 left or top, 1 right or bottom."""
         return (draw("crop_x"), draw("crop_y")) if self.crop == "random" else (0.5, 0.5)
 
 
@@ -73,7 +73,7 @@ class BadMedia(DataError):
 
 @contextlib.contextmanager
 def decoding(media: Media, errors: tuple[type[Exception], ...] = DECODE_ERRORS) -> Iterator[None]:
-    """Inside, what damaged files raise becomes BadMedia `decode`. A storage that fails is no damaged file."""
+    """Turn what damaged files raise in the block into BadMedia `decode`. A storage that fails is no damaged file."""
     try:
         yield
     except UserError:
@@ -83,7 +83,8 @@ def decoding(media: Media, errors: tuple[type[Exception], ...] = DECODE_ERRORS) 
 
 
 def load_image(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint8]:
-    """uint8 [height, width, 3], RGB: upright, scaled to cover the size (bicubic, antialias), cropped.
+    """Decode an image to uint8 [height, width, 3], RGB: upright, scaled to cover the size (bicubic, antialias),
+    cropped.
 
     An image that has the size is returned exactly. Alpha is laid over white, 16-bit grey is rounded to 8 bits, of an
     animation the first picture counts. Raises BadMedia: `decode` for a file that is missing, truncated, of another
@@ -97,7 +98,7 @@ def load_image(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uin
 
 
 def image_size(media: Media) -> tuple[int, int]:
-    """Height and width of an image as load_image sees it, upright. Reads its header only. Raises BadMedia."""
+    """Return height and width of an image as load_image sees it, upright. Reads its header only. Raises BadMedia."""
     with decoding(media), media.open() as file, Image.open(file, formats=FORMATS) as image:
         # Of the base class: a PNG's own decodes all of it in search of an orientation behind the pixels.
         turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1) in QUARTER_TURNS
@@ -117,14 +118,14 @@ def check_size(media: Media, framing: Framing, height: int, width: int) -> None:
 
 
 def cover(rgb: Image.Image, framing: Framing, place: tuple[float, float]) -> Image.Image:
-    """The picture scaled until it covers height x width, and cut to it at this place."""
+    """Return the picture scaled until it covers height x width, and cut to it at this place."""
     if rgb.size == (framing.width, framing.height):
         return rgb
     return ImageOps.fit(rgb, (framing.width, framing.height), method=Image.Resampling.BICUBIC, centering=place)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Any mode that a JPEG, PNG or WebP can have, to RGB; what is transparent becomes white."""
+    """Convert any mode of a JPEG, PNG or WebP to RGB; what is transparent becomes white."""
     if image.mode.startswith("I;16"):
         return grey16_to_rgb(image)
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
@@ -134,7 +135,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def grey16_to_rgb(image: Image.Image) -> Image.Image:
-    """Pillow's own conversion clips 16-bit values at 255, which turns such images white."""
+    """Convert 16-bit grey to RGB; Pillow's own conversion clips values at 255, which turns such images white."""
     levels = np.asarray(image).astype(np.uint32)
     grey = (levels * 255 + 32767) // 65535
     transparent = image.info.get("transparency")

@@ -69,7 +69,8 @@ def run(recipe: Recipe) -> int:
 
 
 def prepare(recipe: Recipe, world: World) -> str:
-    """Fill the caches, every rank its share; what to tell the user. Raises UserError on all ranks alike."""
+    """Fill the caches, every rank its share, and return a sentence for the user. Raises UserError on all ranks
+    alike."""
     from wfm_ds.data.datasets import load_data
     from wfm_ds.data.shared import read_on_main
     from wfm_ds.run.model import load_model

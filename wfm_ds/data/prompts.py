@@ -28,14 +28,14 @@ ParseLine = Callable[[str, str], Prompt]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How one published set is stored: its file, by preference if it has several names, and what a line means."""
+    """Storage of one published set: its file, by preference if it has several names, and the meaning of a line."""
 
     files: tuple[str, ...] = ("{split}.txt", "{split}.jsonl")
     parse: ParseLine | None = None  # None: as PARSERS has it for the suffix
 
 
 def load_prompts(folder: Path, name: str, split: str) -> list[Prompt]:
-    """The prompts of set `name` in its published format; ids are `name/split/line number`.
+    """Read the prompts of set `name` in its published format; ids are `name/split/line number`.
 
     pickscore: {split}.txt, a prompt a line. ocr: the same, with the text in the first double quotes as metadata
     `ocr_target`. geneval: {split}_metadata.jsonl or {split}.jsonl, the whole object as metadata. dance_grpo_t2v:
@@ -59,7 +59,7 @@ def load_prompts(folder: Path, name: str, split: str) -> list[Prompt]:
 
 
 def load_prompt_file(path: Path) -> list[Prompt]:
-    """The prompts of any .txt file (a prompt a line) or .jsonl file (`prompt` in each object).
+    """Read the prompts of any .txt file (a prompt a line) or .jsonl file (`prompt` in each object).
 
     Ids are `file name without suffix/line number`. Raises DataError as load_prompts does.
     """
@@ -69,7 +69,8 @@ def load_prompt_file(path: Path) -> list[Prompt]:
 
 
 class PromptOrder:
-    """Which prompts each RL step asks. Every prompt once per epoch; where an epoch ends inside a step, the next begins.
+    """Order of the prompts of RL steps. Every prompt once per epoch; where an epoch ends inside a step, the next
+    begins.
 
     A step that spans two epochs, or is longer than one, may hold a prompt twice.
     """
@@ -82,7 +83,7 @@ class PromptOrder:
         self._shuffle = shuffle
 
     def prompts(self, step: int, count: int) -> list[Prompt]:
-        """The prompts of RL step `step` (from 1), `count` in each step; the same on every rank."""
+        """Return the prompts of RL step `step` (from 1), `count` in each step; the same on every rank."""
         positions = range((step - 1) * count, step * count)
         return [self._prompts[sample_index(p, len(self._prompts), self._seed, self._shuffle)] for p in positions]
 
@@ -105,7 +106,7 @@ def read_prompts(path: Path, id_prefix: str, parse: ParseLine | None) -> list[Pr
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Stripped lines that are not blank, with their numbers from 1. Only line feeds separate lines."""
+    """Yield stripped lines that are not blank, with their numbers from 1. Only line feeds separate lines."""
     try:
         raw = read_regular(path)
     except OSError as error:
@@ -145,11 +146,11 @@ def geneval_line(prompt_id: str, line: str) -> Prompt:
 
 
 def json_object(line: str) -> dict[str, Any]:
-    """One JSON object with a non-empty string `prompt`; else ValueError."""
+    """Parse one JSON object with a non-empty string `prompt`; else ValueError."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"no JSON, {error.msg} at character {error.pos + 1}") from error
+        raise ValueError(f"not JSON, {error.msg} at character {error.pos + 1}") from error
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     if not isinstance(record, dict):

@@ -11,15 +11,15 @@ from wfm_ds.distributed.world import World
 
 
 def read_once(world: World, read: Callable[[], list[TrainingSample]]) -> list[TrainingSample]:
-    """The samples that `read` gives on the leader, on every rank of its replica; collective. Only the leader's have
-    media, pixels or latents. A UserError that a leader raises is raised on all ranks."""
+    """Return the samples that `read` gives on the leader, on every rank of its replica; collective. Only the leader's
+    have media, pixels or latents. A UserError that a leader raises is raised on all ranks."""
     samples: list[TrainingSample] | None = world.checked(read, on="leaders")
     packed = world.share(None if samples is None else [pack_sample(sample) for sample in samples])
     return [unpack_sample(sample) for sample in packed] if samples is None else samples
 
 
 def chosen_once(world: World, samples: Sequence[Sample], choose: Callable[[], list[Sample]]) -> list[Sample]:
-    """Those of `samples` that `choose` gives on the leader, on every rank of its replica; collective, as `read_once`
+    """Return the samples that `choose` gives on the leader, on every rank of its replica; collective, as `read_once`
     is."""
     chosen: list[Sample] | None = world.checked(choose, on="leaders")
     places = {id(sample): place for place, sample in enumerate(samples)}
@@ -28,7 +28,7 @@ def chosen_once(world: World, samples: Sequence[Sample], choose: Callable[[], li
 
 
 def pack_sample(sample: TrainingSample) -> list[Any]:
-    """JSON form of what a sample is, without its media."""
+    """Return the JSON form of a sample, without its media."""
     return [sample.sample_id, sample.epoch, sample.position, pack_prompt(sample.prompt)]
 
 

@@ -1,4 +1,4 @@
-"""What SFT data is made of: captioned media, where their bytes are, and what of a data set cannot be used."""
+"""Samples of SFT data: captioned media, the place of their bytes, and the entries of a data set that are bad."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class Media(Protocol):
 
     @property
     def name(self) -> str:
-        """For messages: path or address."""
+        """Path or address, for messages."""
 
     @property
     def suffix(self) -> str:
-        """In lower case, with its dot; one of MEDIA_SUFFIXES."""
+        """Suffix in lower case, with its dot; one of MEDIA_SUFFIXES."""
 
     def open(self) -> BinaryIO:
-        """A seekable stream of the bytes. Raises OSError."""
+        """Open a seekable stream of the bytes. Raises OSError."""
 
     def identity(self) -> tuple[str | int, ...]:
-        """Changes when the bytes do, as far as that shows without reading them. Raises OSError."""
+        """Return a key that changes when the bytes do, as far as that shows without reading them. Raises OSError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def is_encodable(value: Any) -> bool:
 
 
 def file_identity(path: Path) -> tuple[str | int, ...]:
-    """(path, size, time of the last change). Raises OSError."""
+    """Return (path, size, time of the last change). Raises OSError."""
     status = path.stat()
     return str(path.resolve()), status.st_size, status.st_mtime_ns
 
@@ -104,7 +104,8 @@ class Sample:
 
 
 class SampleSet:
-    """What a data set offers for SFT, found by one scan; a kind of data set is a subclass whose constructor scans.
+    """Samples and bad entries of a data set, found by one scan; a kind of data set is a subclass whose constructor
+    scans.
 
     `samples` is sorted by id; `bad` lists what cannot be used by reason (keys of REASONS), in the order of the scan.
     """
@@ -130,7 +131,8 @@ class SampleSet:
             )
 
     def split(self, holdout: float) -> tuple[list[Sample], list[Sample]]:
-        """(training, held-out) samples, both sorted by id; `holdout` is the expected share of the second, in [0, 1).
+        """Return (training, held-out) samples, both sorted by id; `holdout` is the expected share of the second, in [0,
+        1).
 
         A hash of the id decides, so a sample keeps its side when others are added or removed. From two samples on,
         neither side is empty unless holdout is 0: the smallest hash is then held out, the largest trained on.
@@ -146,7 +148,7 @@ class SampleSet:
 
 
 def parse_caption(content: bytes, sample_id: str) -> Prompt | None:
-    """The prompt of a JSON caption, or None if it has none. Keys besides the two texts become metadata."""
+    """Return the prompt of a JSON caption, or None if it has none. Keys besides the two texts become metadata."""
     try:
         caption = json.loads(content)  # bytes: UTF-8, 16 or 32, with or without a mark
     except (ValueError, RecursionError):

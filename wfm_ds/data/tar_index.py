@@ -1,4 +1,4 @@
-"""What a tar file holds and where: one pass over its headers, kept on disk if there is a folder for it.
+"""Index of a tar file: one pass over its headers, kept on disk if there is a folder for it.
 
 Nothing is extracted; a member's name is a key and never becomes a path.
 """
@@ -45,7 +45,8 @@ class TarIndex:
 
 
 def tar_index(address: str, cache_dir: Path | None) -> TarIndex:
-    """The index of a local or S3 tar; from cache_dir if this version of the tar has one there, else read and put there.
+    """Return the index of a local or S3 tar; from cache_dir if this version of the tar has one there, else read and put
+    there.
 
     Raises DataError for a file that is missing or no uncompressed tar, StorageError where the storage fails.
     """
@@ -65,7 +66,7 @@ def tar_index(address: str, cache_dir: Path | None) -> TarIndex:
 
 
 def read_stored(path: Path, version: tuple[str | int, ...]) -> TarIndex | None:
-    """An index from its file, or None if there is none for this version."""
+    """Read an index from its file, or None if there is none for this version."""
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -76,7 +77,7 @@ def read_stored(path: Path, version: tuple[str | int, ...]) -> TarIndex | None:
 
 
 def read_tar(address: str, version: tuple[str | int, ...]) -> TarIndex:
-    """One pass over the headers, in which captions are read and media are leapt over."""
+    """Read all headers and captions in one pass, which skips the media."""
     fs, path = storage.filesystem(address)
     members: list[IndexEntry] = []
     intact, size = True, int(version[1])
@@ -96,13 +97,13 @@ def read_tar(address: str, version: tuple[str | int, ...]) -> TarIndex:
                     intact = file.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE)
         except (tarfile.TarError, EOFError) as error:
             if not members:
-                raise DataError(f"{address} is no uncompressed tar file ({error})") from error
+                raise DataError(f"{address} is not an uncompressed tar file ({error})") from error
             intact = False
     return TarIndex(version, members, intact)
 
 
 def member_of(tar: tarfile.TarFile, info: tarfile.TarInfo) -> IndexEntry | None:
-    """None for names that begin with a dot or have none."""
+    """Return the entry of a member; None for names that begin with a dot or have none."""
     folder, name = os.path.split(info.name.removeprefix("./"))
     stem, _, field = name.partition(".")
     if not stem or not field:

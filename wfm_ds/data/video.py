@@ -25,7 +25,8 @@ HD_HEIGHT = 720  # from here on a video that does not say so has the colours of 
 
 
 def load_clip(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint8]:
-    """uint8 [num_frames, height, width, 3], RGB, scaled and cropped as load_image does, all frames alike.
+    """Decode a clip to uint8 [num_frames, height, width, 3], RGB, scaled and cropped as load_image does, all frames
+    alike.
 
     Raises BadMedia: `decode`, `too_small`, and as choose_frames does.
     """
@@ -48,7 +49,7 @@ def load_clip(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint
 
 
 def video_size(media: Media) -> tuple[int, int]:
-    """Height and width of a video as load_clip sees it, upright. Decodes its first frame. Raises BadMedia."""
+    """Return height and width of a video as load_clip sees it, upright. Decodes its first frame. Raises BadMedia."""
     with opened(media) as container:
         frame = next(container.decode(container.streams.video[0]), None)
         if frame is None:
@@ -59,7 +60,7 @@ def video_size(media: Media) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def opened(media: Media) -> Iterator[InputContainer]:
-    """A file with a video in it, decoded by this thread alone: the workers decode side by side."""
+    """Open a file with a video in it, decoded by this thread alone: the workers decode side by side."""
     with (
         decoding(media, (*DECODE_ERRORS, av.FFmpegError)),
         media.open() as file,
@@ -70,7 +71,7 @@ def opened(media: Media) -> Iterator[InputContainer]:
 
 
 def timestamps(container: InputContainer, stream: VideoStream) -> tuple[list[int], list[int]]:
-    """When each frame is shown, and those at which decoding can begin, ascending, in units of the stream's time base.
+    """Return the times of all frames, and of those at which decoding can begin, ascending, in the stream's time base.
 
     Reads the packets without decoding them.
     """
@@ -79,7 +80,7 @@ def timestamps(container: InputContainer, stream: VideoStream) -> tuple[list[int
 
 
 def choose_frames(media: Media, seconds: npt.NDArray[np.float64], framing: Framing, draw: Draw) -> Sequence[int]:
-    """Indices of the clip's frames among those shown at `seconds` [N], ascending.
+    """Return indices of the clip's frames among those shown at `seconds` [N], ascending.
 
     Without fps, num_frames successive ones. With it the clip spans (num_frames - 1) / fps seconds: it begins with the
     frame nearest to a drawn moment that leaves room for it, and goes on with the frames nearest to 1 / fps, 2 / fps, ..
@@ -109,7 +110,7 @@ def choose_frames(media: Media, seconds: npt.NDArray[np.float64], framing: Frami
 
 
 def nearest(seconds: npt.NDArray[np.float64], moment: float) -> int:
-    """Index of the frame shown nearest to this moment, the earlier of two."""
+    """Return the index of the frame shown nearest to this moment, the earlier of two."""
     after = min(int(np.searchsorted(seconds, moment)), len(seconds) - 1)
     before = max(0, after - 1)
     return before if moment - seconds[before] <= seconds[after] - moment else after
@@ -118,7 +119,7 @@ def nearest(seconds: npt.NDArray[np.float64], moment: float) -> int:
 def decode(
     container: InputContainer, stream: VideoStream, begin: int, wanted: Set[int]
 ) -> Iterator[tuple[int, VideoFrame]]:
-    """The frames shown at these times, with them, as far as decoding from `begin` finds them."""
+    """Yield the frames shown at these times, with them, as far as decoding from `begin` finds them."""
     container.seek(begin, stream=stream)
     last = max(wanted)
     for frame in container.decode(stream):
@@ -131,7 +132,7 @@ def decode(
 
 
 def to_rgb(media: Media, frame: VideoFrame) -> Image.Image:
-    """The frame upright, in RGB."""
+    """Return the frame upright, in RGB."""
     if frame.width * frame.height > (Image.MAX_IMAGE_PIXELS or np.inf):
         raise BadMedia("decode", media.name, f"frames of {frame.height} x {frame.width} pixels are beyond the limit")
     unspecified = frame.colorspace == UNSPECIFIED and frame.height >= HD_HEIGHT

@@ -97,7 +97,7 @@ class TarShards(SampleSet):
 
 
 def prompt_of(json_text: str | None, plain_text: str | None, sample_id: str) -> Prompt | None:
-    """The prompt of a sample that has one of the two captions, or both."""
+    """Return the prompt of a sample that has one of the two captions, or both."""
     if json_text is not None and (prompt := parse_caption(json_text.encode(), sample_id)) is not None:
         return prompt
     if plain_text is None or not plain_text.strip():
@@ -111,7 +111,8 @@ def prompt_of(json_text: str | None, plain_text: str | None, sample_id: str) -> 
 
 
 def shard_names(shards: Sequence[str]) -> list[str]:
-    """Each shard's folder and name without .tar, whatever other shards there are: an id must not change with them.
+    """Return each shard's folder and name without .tar, whatever other shards there are: an id must not change with
+    them.
 
     Raises DataError if two have the same.
     """

@@ -1,4 +1,5 @@
-"""Whether this machine has an accelerator, and what DeepSpeed is told of it. Costs no import of torch at first."""
+"""The accelerator of this machine, if it has one, and the one that DeepSpeed is told. Costs no import of torch at
+first."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ DEVICE_NODES = (
 
 
 def accelerator_present(devices: Path = Path("/dev")) -> bool:
-    """Whether any device node of a GPU or another accelerator exists. Costs no import of torch."""
+    """Return whether any device node of a GPU or another accelerator exists. Costs no import of torch."""
     return any(next(devices.glob(pattern), None) is not None for pattern in DEVICE_NODES)
 
 

@@ -36,14 +36,14 @@ class RankRecord:
     doing: str = "start"
     state: Literal["runs", "done", "gone", "failed"] = "runs"
     words: str = ""
-    is_victim: bool = False  # it failed because another rank did not answer
+    is_secondary: bool = False  # it failed because another rank did not answer
 
     def name(self) -> str:
         return f"rank {self.rank} ({self.where})"
 
 
-class RollCall:
-    """The ranks of one run, from the first that reports to the verdict."""
+class RankStates:
+    """The ranks of one run, from the first that reports to the fault that ends it."""
 
     def __init__(self, size: int, *, silent_s: float, stuck_s: float, awake_s: float) -> None:
         """silent_s: how long a rank may say nothing. stuck_s: how long no rank may move. awake_s: what is longer
@@ -67,10 +67,10 @@ class RollCall:
         """It has finished its part and will say no more."""
         self.members[rank].state = "done"
 
-    def failed(self, rank: int, words: str, is_victim: bool, now_s: float) -> None:
-        """It ends by an error of its own, or (`is_victim`) because an exchange with others broke."""
+    def failed(self, rank: int, words: str, is_secondary: bool, now_s: float) -> None:
+        """It ends by an error of its own, or (`is_secondary`) because an exchange with others broke."""
         member = self.members[rank]
-        member.state, member.words, member.is_victim = "failed", words, is_victim
+        member.state, member.words, member.is_secondary = "failed", words, is_secondary
         self._ended(now_s)
 
     def gone(self, rank: int, words: str, now_s: float) -> None:
@@ -83,7 +83,7 @@ class RollCall:
     def _ended(self, now_s: float) -> None:
         self.ended_at_s = now_s if self.ended_at_s is None else self.ended_at_s
 
-    def verdict(self, now_s: float) -> Fault | None:
+    def fault(self, now_s: float) -> Fault | None:
         """None while all is well, and for SETTLE_S after a first failure."""
         self._forgive_sleep(now_s)
         for member in self._in_state("runs"):
@@ -94,13 +94,13 @@ class RollCall:
         return self._blame_stuck(now_s)
 
     def _is_settled(self, now_s: float, ended_at_s: float) -> bool:
-        """Who only has victims must know where the others are since: they beat, or are silent for too long."""
+        """If all failures are secondary, the others must have been heard of since, or be silent for too long."""
         running, ended = self._in_state("runs"), [*self._in_state("gone"), *self._in_state("failed")]
-        is_known = not all(member.is_victim for member in ended) or all(m.heard_at_s > ended_at_s for m in running)
+        is_known = not all(member.is_secondary for member in ended) or all(m.heard_at_s > ended_at_s for m in running)
         return is_known and now_s - ended_at_s >= SETTLE_S
 
     def _forgive_sleep(self, now_s: float) -> None:
-        """What was heard since counts as heard now, not later."""
+        """Move the times by what this process slept: messages that waited meanwhile count as heard now, not later."""
         slept_s = 0.0 if self.looked_at_s is None else now_s - self.looked_at_s - self.awake_s
         self.looked_at_s = now_s
         if slept_s > 0:
@@ -109,16 +109,16 @@ class RollCall:
                 member.moved_at_s = min(now_s, member.moved_at_s + slept_s)
 
     def _blame_ended(self) -> Fault:
-        """Who is gone without a word outranks who failed, and who failed by itself outranks its victims."""
+        """Name the ranks that are gone without a word, else the one that failed by itself, else who it waited for."""
         gone = self._in_state("gone")
         if gone:
             words = " and ".join(dict.fromkeys(member.words for member in gone))
             return Fault(ranks(gone), f"{names(gone)} gone: {words}; last seen at {gone[0].doing}")
         failed = self._in_state("failed")
-        first = next((member for member in failed if not member.is_victim), failed[0])
+        first = next((member for member in failed if not member.is_secondary), failed[0])
         most = max(member.moves for member in failed)
         behind = [member for member in self._in_state("runs") if member.moves < most]
-        if first.is_victim and behind:  # they did not come to what the others gave up
+        if first.is_secondary and behind:  # they did not come to what the others gave up
             least = min(member.moves for member in behind)
             last = [member for member in behind if member.moves == least]
             return Fault(

@@ -1,9 +1,9 @@
 """Each rank tells rank 0 every few seconds that it lives and how far it is; who is missing ends the run by name.
 
 Without it a dead rank on another machine shows as a broken or endless exchange on all others, and neither says whose
-fault it was. A thread of rank 0 keeps the roll (fault.py); a thread of every rank, of rank 0 too, beats over TCP. A
-killed process closes its connection and is known at once; a stopped one, or a machine that lost power, after SILENT_S.
-The verdict goes to all ranks, and each ends with exit code 1.
+fault it was. A thread of rank 0 keeps the state of each rank (fault.py); a thread of every rank, of rank 0 too, beats
+over TCP. A killed process closes its connection and is known at once; a stopped one, or a machine that lost power,
+after SILENT_S. The fault goes to all ranks, and each ends with exit code 1.
 
 It listens on a free port, and believes only peers that bring the token which the ranks got over their own group. On one
 machine it listens on the address of rank 0 that the launcher gave (MASTER_ADDR); for several on all addresses, since a
@@ -27,7 +27,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from wfm_ds.distributed.fault import Fault, RollCall
+from wfm_ds.distributed.fault import Fault, RankStates
 from wfm_ds.distributed.liveness import MOVES, Moves
 from wfm_ds.errors import UserError
 
@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 BEAT_S = 5.0
 SILENT_S = 45.0  # a swapping machine is not dead, and who waits for the end of a dead run wants it within a minute
 CONNECT_S = 60.0
-LOOK_S = 0.5  # how often rank 0 looks at the roll
-FLUSH_S = 10.0  # for the verdict to reach all ranks before rank 0 goes
-EXIT_S = 20.0  # for the main thread to end by itself once it knows the verdict
+LOOK_S = 0.5  # how often rank 0 looks at the states
+FLUSH_S = 10.0  # for the fault to reach all ranks before rank 0 goes
+EXIT_S = 20.0  # for the main thread to end by itself once it knows the fault
 MAX_LINE = 1 << 16
 
 
@@ -77,16 +77,16 @@ class Line:
 class Roll:
     """Rank 0's side: a thread that hears all ranks, judges, and tells them."""
 
-    def __init__(self, roll_call: RollCall, host: str, *, everywhere: bool = False) -> None:
+    def __init__(self, states: RankStates, host: str, *, everywhere: bool = False) -> None:
         """everywhere: listen on all addresses, not on this one alone."""
         self.token = secrets.token_hex(16)
-        self._roll_call = roll_call
+        self._states = states
         self._lines: dict[int, Line] = {}  # by rank
-        self._strangers: list[Line] = []  # connected, no token yet
+        self._unknown: list[Line] = []  # connected, no token yet
         self._stopping = threading.Event()
         self._server = listen_everywhere() if everywhere else listen(host)
         self.port: int = self._server.getsockname()[1]
-        self._thread = threading.Thread(target=self._serve, name="roll-call", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="rank-states", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -95,7 +95,7 @@ class Roll:
         self._thread.join(timeout=FLUSH_S)
 
     def join(self) -> None:
-        """Wait until the verdict is out."""
+        """Wait until the fault is out."""
         self._thread.join(timeout=FLUSH_S)
 
     def _serve(self) -> None:
@@ -104,10 +104,10 @@ class Roll:
             while not self._stopping.is_set():
                 self._hear(LOOK_S)
                 now_s = time.monotonic()
-                if (verdict := self._roll_call.verdict(now_s)) is not None:
-                    self._tell(verdict=[list(verdict.ranks), verdict.text, verdict.stuck])
-                    if not verdict.stuck:  # they will not answer
-                        for rank in set(verdict.ranks) & self._lines.keys():
+                if (fault := self._states.fault(now_s)) is not None:
+                    self._tell(fault=[list(fault.ranks), fault.text, fault.stuck])
+                    if not fault.stuck:  # they will not answer
+                        for rank in set(fault.ranks) & self._lines.keys():
                             self._lines.pop(rank).close()
                     break
                 if now_s - told_at_s >= BEAT_S:
@@ -119,7 +119,7 @@ class Roll:
             until_s = time.monotonic() + FLUSH_S
             while self._lines and time.monotonic() < until_s:
                 self._hear(LOOK_S)
-        for line in (*self._lines.values(), *self._strangers):
+        for line in (*self._lines.values(), *self._unknown):
             line.close()
 
     def _tell(self, **message: Any) -> None:
@@ -130,33 +130,33 @@ class Roll:
         readable = readable_of([self._server, *self._sockets()], timeout_s)
         if self._server in readable:
             with contextlib.suppress(OSError):  # it may have gone again
-                self._strangers.append(Line(self._server.accept()[0]))
+                self._unknown.append(Line(self._server.accept()[0]))
         for rank, line in list(self._lines.items()):
             if line.sock in readable:
                 self._attend(rank, line)
         # Last: who is welcomed has been read from, and another read might wait for ever.
-        for line in [line for line in self._strangers if line.sock in readable]:
+        for line in [line for line in self._unknown if line.sock in readable]:
             self._welcome(line)
 
     def _sockets(self) -> Iterator[socket.socket]:
-        yield from (line.sock for line in (*self._strangers, *self._lines.values()))
+        yield from (line.sock for line in (*self._unknown, *self._lines.values()))
 
     def _welcome(self, line: Line) -> None:
         """The first line of a rank holds the token."""
-        self._strangers.remove(line)
+        self._unknown.remove(line)
         first = line.receive()
-        rank = known_rank(first, self.token, self._roll_call.size)
+        rank = known_rank(first, self.token, self._states.size)
         if rank is None or first is None:
             line.close()
             return
         self._lines[rank] = line
-        self._roll_call.joined(rank, str(first[0].get("where")), time.monotonic())
+        self._states.joined(rank, str(first[0].get("where")), time.monotonic())
         self._take(rank, first[1:])
 
     def _attend(self, rank: int, line: Line) -> None:
         messages = line.receive()
         if messages is None:
-            self._roll_call.gone(rank, "its connection closed", time.monotonic())
+            self._states.gone(rank, "its connection closed", time.monotonic())
             self._lines.pop(rank).close()
         else:
             self._take(rank, messages)
@@ -166,11 +166,11 @@ class Roll:
         for message in messages:
             if "beat" in message:
                 moves, signs = int(message["beat"]), int(message["signs"])
-                self._roll_call.beat(rank, moves, signs, str(message.get("doing")), now_s)
+                self._states.beat(rank, moves, signs, str(message.get("doing")), now_s)
             elif "failed" in message:
-                self._roll_call.failed(rank, str(message["failed"]), bool(message.get("victim")), now_s)
+                self._states.failed(rank, str(message["failed"]), bool(message.get("secondary")), now_s)
             elif "bye" in message:
-                self._roll_call.done(rank)
+                self._states.done(rank)
 
 
 def listen(host: str) -> socket.socket:
@@ -190,7 +190,8 @@ def listen_everywhere() -> socket.socket:
 
 
 def readable_of(sockets: list[socket.socket], timeout_s: float) -> set[socket.socket]:
-    """Those that can be read, once there are any. Not select(), which takes descriptors below 1024 alone."""
+    """Return the sockets that can be read, once there are any. Not select(), which takes descriptors below 1024
+    alone."""
     poll = select.poll()
     by_number = {sock.fileno(): sock for sock in sockets}
     for number in by_number:
@@ -207,7 +208,7 @@ def known_rank(messages: list[dict[str, Any]] | None, token: str, size: int) -> 
 
 
 class Heartbeat:
-    """This rank's side: a thread that beats, hears the verdict, and ends the process."""
+    """This rank's side: a thread that beats, hears the fault, and ends the process."""
 
     def __init__(
         self,
@@ -221,12 +222,12 @@ class Heartbeat:
         exit_process: Callable[[int], object] = os._exit,
         silent_s: float = SILENT_S,
     ) -> None:
-        """Connects; UserError if rank 0 cannot be reached. on_end: called with the verdict before the process ends,
+        """Connects; UserError if rank 0 cannot be reached. on_end: called with the fault before the process ends,
         unless the main thread waits for it. roll: on rank 0."""
         self.rank, self.roll, self._moves, self._silent_s = rank, roll, moves, silent_s
         self._on_end, self._exit = on_end, exit_process
         self._stopping, self._decided, self._main_waits = threading.Event(), threading.Event(), threading.Event()
-        self._verdict: Fault | None = None
+        self._fault: Fault | None = None
         try:
             self._line = Line(socket.create_connection(address, timeout=CONNECT_S))
         except OSError as error:
@@ -250,18 +251,18 @@ class Heartbeat:
         if self.roll is not None:
             self.roll.stop()
 
-    def failed(self, words: str, *, is_victim: bool) -> Fault | None:
-        """From the main thread, when it cannot go on: the verdict on the whole run; None if none comes in time.
+    def failed(self, words: str, *, is_secondary: bool) -> Fault | None:
+        """From the main thread, when it cannot go on: the fault that ends the whole run; None if none comes in time.
 
-        is_victim: an exchange with other ranks broke, so that another rank is likely to be the cause.
+        is_secondary: an exchange with other ranks broke, so that another rank is likely to be the cause.
         """
         self._main_waits.set()
         self._beat()  # how far it came
-        self._line.send(failed=words, victim=is_victim)
+        self._line.send(failed=words, secondary=is_secondary)
         known = self._decided.wait(self._silent_s + EXIT_S)
         if self.roll is not None:
             self.roll.join()
-        return self._verdict if known else None
+        return self._fault if known else None
 
     def _run(self) -> None:
         heard_at_s = last_s = time.monotonic()
@@ -284,8 +285,8 @@ class Heartbeat:
                 self._line.close()
                 return
             for message in messages:
-                if "verdict" in message:
-                    blamed, text, stuck = message["verdict"]
+                if "fault" in message:
+                    blamed, text, stuck = message["fault"]
                     self._end(Fault(tuple(blamed), str(text), bool(stuck)))
                     return
             if now_s - heard_at_s > self._silent_s:
@@ -300,20 +301,20 @@ class Heartbeat:
     def _without_rank_0(self, words: str) -> Fault:
         return Fault((0,), f"rank 0 ({self._address[0]}) is gone: {words}")
 
-    def _end(self, verdict: Fault) -> None:
+    def _end(self, fault: Fault) -> None:
         """Let the main thread end the process if it waits for that, else do it: it may hang for ever, and so may what
         on_end writes to."""
         last_resort = threading.Timer(EXIT_S + FLUSH_S, self._exit, (1,))
         last_resort.daemon = True
         last_resort.start()
-        self._verdict = verdict
+        self._fault = fault
         self._decided.set()
         self._line.close()
-        if verdict.stuck and self.rank in verdict.ranks:
+        if fault.stuck and self.rank in fault.ranks:
             faulthandler.dump_traceback(2, all_threads=True)  # where this rank hangs
         if not self._main_waits.is_set():
             try:
-                self._on_end(verdict.text)
+                self._on_end(fault.text)
             except Exception:  # noqa: BLE001, whatever it is (a full disk, say), the process has to end
                 traceback.print_exc()
             if self.roll is not None:
@@ -336,9 +337,9 @@ def start(
     if world.size == 1:
         return None
     host = os.environ["MASTER_ADDR"]
-    roll_call = RollCall(world.size, silent_s=SILENT_S, stuck_s=stuck_s, awake_s=2 * BEAT_S)
+    states = RankStates(world.size, silent_s=SILENT_S, stuck_s=stuck_s, awake_s=2 * BEAT_S)
     everywhere = world.size > ranks_per_node(world.size)
-    roll = Roll(roll_call, host, everywhere=everywhere) if world.is_main else None
+    roll = Roll(states, host, everywhere=everywhere) if world.is_main else None
     port, token = world.broadcast([roll.port, roll.token] if roll is not None else None)
     started: list[Heartbeat] = []
 
@@ -357,7 +358,8 @@ def start(
 
 
 def is_broken_exchange(error: BaseException | None) -> bool:
-    """Whether an error says that an exchange with other ranks failed: then another rank is likely to be the cause."""
+    """Return whether an error says that an exchange with other ranks failed: then another rank is likely to be the
+    cause."""
     import torch.distributed as dist
 
     while error is not None:

@@ -54,7 +54,7 @@ class StopFlag:
         self._save = True
 
     def take_save(self) -> bool:
-        """Whether a checkpoint was asked for since the last call."""
+        """Return whether a checkpoint was asked for since the last call."""
         asked, self._save = self._save, False
         return asked
 
@@ -122,7 +122,7 @@ def _launcher_process() -> psutil.Process | None:
 
 
 def _is_alive(process: psutil.Process | None) -> bool:
-    """Whether it runs: not another one with its id, and not a zombie that nobody has reaped."""
+    """Return whether it runs: not another one with its id, and not a zombie that nobody has reaped."""
     if process is None:
         return True
     try:

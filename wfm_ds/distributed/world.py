@@ -112,7 +112,7 @@ class World:
 
     @property
     def dp_rank(self) -> int:
-        """Of this rank's replica."""
+        """The number of this rank's replica."""
         return self.rank // self.sp_size
 
     @property
@@ -122,7 +122,7 @@ class World:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank does what its replica needs only once: reads data, decodes, asks rewards."""
+        """Return whether this rank does what its replica needs only once: reads data, decodes, asks rewards."""
         return self.sp_rank == 0
 
     def _reduce(self, values: Mapping[str, float], op: Any) -> dict[str, float]:
@@ -154,7 +154,7 @@ class World:
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is up on any rank: a local fact becomes a decision of all."""
+        """Return whether the flag is up on any rank: a local fact becomes a decision of all."""
         return self.maxima({"flag": float(flag)})["flag"] > 0
 
     def broadcast(self, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What `python -m wfm_ds.doctor` finds: one statement each, whether it stands in the way, and what to do."""
+"""Findings of `python -m wfm_ds.doctor`: one statement each, whether it stands in the way, and what to do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Finding:
 
 
 def attempt(name: str, action: Callable[[], str], advice: str = "") -> Finding:
-    """Whether an action, whose result says what it found, raises what a user can cause."""
+    """Return whether an action, whose result says what it found, raises what a user can cause."""
     try:
         return Finding(name, "ok", action())
     except UserError as error:

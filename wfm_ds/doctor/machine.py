@@ -66,7 +66,8 @@ def version_finding(package: str) -> Finding:
 
 
 def unmet(package: str) -> Iterator[tuple[Requirement, str | None]]:
-    """What a package requires on this machine and does not find, with the version that is there; extras left out."""
+    """List the requirements of a package that this machine does not meet, with the version that is there; extras left
+    out."""
     try:
         texts = importlib.metadata.requires(package) or []
     except importlib.metadata.PackageNotFoundError:
@@ -137,7 +138,8 @@ def open_files_finding() -> Finding:
 
 
 def port_finding(port: int, *, is_needed: bool) -> Finding:
-    """Whether the port at which ranks meet is free here. Launches on one machine choose a free one by themselves."""
+    """Return whether the port at which ranks meet is free here. Launches on one machine choose a free one by
+    themselves."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

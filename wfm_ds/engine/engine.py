@@ -25,10 +25,10 @@ from wfm_ds.engine.accumulation import accumulate_in_float32
 from wfm_ds.engine.lockstep import Guard
 from wfm_ds.engine.placement import cast_unplaced, place
 from wfm_ds.engine.policy import Flats, ShardedCopy, Shards, add_adapters, publish_to_adapter, use_adapter
+from wfm_ds.engine.schedules import ema_decay, learning_rate
 from wfm_ds.engine.work import Work, WorkCounter
 from wfm_ds.recipe.deepspeed import deepspeed_config, policy_copies
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.recipe.sections import OptimizerRecipe
 from wfm_ds.seeds import derive_seed
 from wfm_ds.ulysses.install import install
 
@@ -40,32 +40,12 @@ OPTIMIZER = "optimizer."  # before the names of the optimizer's states
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What an optimizer step did. The same on every rank."""
+    """The outcome of an optimizer step. The same on every rank."""
 
     applied: bool  # False: a gradient was not finite somewhere, or there was no term; nothing moved on any rank
     grad_norm: float  # global, before clipping, unscaled; NaN if not applied
     clipped: bool
     lr: float  # the rate of this step, or the one that it would have had
-
-
-def learning_rate(recipe: OptimizerRecipe, update: int, total_updates: int) -> float:
-    """Rate of update 1, 2, ..., total_updates.
-
-    The warm-up line leaves 0 at update 0 and reaches lr at update `warmup_steps`; linear and cosine then fall from lr,
-    in the first update after a run's start or at the end of the warm-up, to final_lr_fraction * lr in the last update.
-    """
-    if update < recipe.warmup_steps:
-        return recipe.lr * update / recipe.warmup_steps
-    peak = max(recipe.warmup_steps, 1)
-    progress = min(1.0, (update - peak) / max(total_updates - peak, 1))
-    falling = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 + 0.5 * math.cos(math.pi * progress)}
-    floor = 1.0 if recipe.schedule == "constant" else recipe.final_lr_fraction
-    return recipe.lr * (floor + (1.0 - floor) * falling[recipe.schedule])
-
-
-def ema_decay(largest: float, update: int) -> float:
-    """Decay of the average after update j = 1, 2, ...: min((1 + j) / (10 + j), largest)."""
-    return min((1 + update) / (10 + update), largest)
 
 
 class EngineForward:
@@ -130,7 +110,7 @@ class DenoiserEngine:
         accumulation: int,
         total_updates: int,
     ) -> DenoiserEngine:
-        """Collective. Adapters or full training, gradient checkpointing, sequence parallelism, DeepSpeed, copies, in
+        """Collective. Prepare adapters or full training, checkpointing, sequence parallelism, DeepSpeed and copies, in
         this order.
 
         denoiser: a diffusers model with equal weights on all ranks; it is changed in place. lora_targets: suffixes of
@@ -182,7 +162,7 @@ class DenoiserEngine:
     # Forwards
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Collective: the denoiser's output under the active policy. All ranks do the same forwards in one order."""
+        """Collective. Run the denoiser under the active policy. All ranks do the same forwards in one order."""
         MOVES.begin("a forward of the denoiser")
         if self._work is not None:
             bare = self.lora and self.active == "ref"
@@ -199,13 +179,13 @@ class DenoiserEngine:
             self._work.clear()
 
     def guard_check(self, *what: object, inputs: Sequence[Tensor] = ()) -> None:
-        """With engine.guard: raise on all ranks unless all are about to do the same (lockstep.py). Without: nothing."""
+        """Raise on all ranks unless all are about to do the same (lockstep.py); without engine.guard, do nothing."""
         if self._guard is not None:
             self._guard.check(*what, inputs=inputs)
 
     @contextlib.contextmanager
     def policy(self, name: str) -> Iterator[None]:
-        """Collective. Forwards inside use this policy, without gradient unless it is `train`. Does not nest.
+        """Collective. Use this policy for the forwards inside, without gradient unless it is `train`. Does not nest.
 
         Group forwards by phase: each change of policy costs an exchange of weights, or ZeRO-3's prefetch order.
         """
@@ -236,7 +216,7 @@ class DenoiserEngine:
     # Optimization
 
     def expect(self, num_backwards: int) -> None:
-        """Collective, before an optimizer step's first backward: it has this many of them, not `accumulation`."""
+        """Collective, before an optimizer step's first backward. Expect so many of them, not `accumulation`."""
         if num_backwards < 1 or self._num_backwards:
             raise RuntimeError(f"cannot expect {num_backwards} backwards after {self._num_backwards} of a step")
         self._due_backwards = num_backwards
@@ -267,7 +247,8 @@ class DenoiserEngine:
             self.ds.step()  # counts the micro-step, nothing else
 
     def step(self) -> StepResult:
-        """Collective, after `accumulation` backwards. If a gradient is not finite on any rank, nothing moves on any."""
+        """Collective, after `accumulation` backwards. Update the weights, unless a gradient is not finite on any rank:
+        then nothing moves on any."""
         self._require_train("step")
         if self._num_backwards != self._due_backwards:
             raise RuntimeError(f"step() after {self._num_backwards} of {self._due_backwards} backwards")
@@ -297,7 +278,7 @@ class DenoiserEngine:
     # Policies
 
     def update_policy(self, name: str, decay: float) -> None:
-        """Collective. copy <- decay * copy + (1 - decay) * theta for `old` or `ema`; 0 copies theta."""
+        """Collective. Move a copy: copy <- decay * copy + (1 - decay) * theta for `old` or `ema`; 0 copies theta."""
         self._require_train("update_policy")
         if name == "ref":
             raise ValueError("ref is frozen: only old and ema follow the trained weights")
@@ -307,7 +288,7 @@ class DenoiserEngine:
             publish_to_adapter(self.module, self.copies[name], name)
 
     def update_ema(self) -> None:
-        """Collective, after each step: the recipe's schedule. Nothing after a step that was not applied."""
+        """Collective, after each step. Move `ema` by the recipe's schedule, unless the step was not applied."""
         options, update = self.recipe.ema, self.num_updates
         if options is None or update == self._ema_seen:
             return
@@ -316,7 +297,7 @@ class DenoiserEngine:
             self.update_policy("ema", ema_decay(options.decay, update))
 
     def distance(self, policy: str) -> float:
-        """Collective. norm(theta - policy) / norm(policy) over the trained tensors."""
+        """Collective. Return norm(theta - policy) / norm(policy) over the trained tensors."""
         masters, flats = self.shards.masters(), self._flats(policy)
         sums = torch.zeros(2, dtype=torch.float64, device=masters[0].device)
         for parameter in self.shards.pieces:
@@ -327,7 +308,7 @@ class DenoiserEngine:
         return math.sqrt(total["difference"] / total["norm"])
 
     def named_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor | None]]:
-        """Collective, item by item: all ranks exhaust it. The tensor on rank 0's CPU, None elsewhere.
+        """Collective, item by item: all ranks exhaust it. Yield names with tensors on rank 0's CPU, None elsewhere.
 
         Trained tensors in fp32, from the masters of the policy. Full run: all parameters and persistent buffers under
         their diffusers names. LoRA run: the adapter of the policy, without the adapter's name
@@ -345,7 +326,7 @@ class DenoiserEngine:
     # Checkpoints
 
     def counters(self) -> dict[str, int]:
-        """The same on every rank."""
+        """The engine's counters, the same on every rank."""
         return {"updates": self.num_updates, "skipped": self.num_skipped, "ema_seen": self._ema_seen}
 
     def states(self) -> dict[str, list[Tensor]]:
@@ -360,7 +341,7 @@ class DenoiserEngine:
 
     @torch.no_grad()
     def restore(self, counters: Mapping[str, int], states: Mapping[str, Flats]) -> None:
-        """Collective: take up what `counters` and `states` gave; the forwards follow."""
+        """Collective. Take up what `counters` and `states` gave; the forwards follow."""
         self._require_train("restore")
         self.num_updates, self.num_skipped = counters["updates"], counters["skipped"]
         self._ema_seen = counters["ema_seen"]
@@ -379,7 +360,7 @@ class DenoiserEngine:
                 publish_to_adapter(self.module, copy, name)
 
     def _moving_copies(self) -> dict[str, ShardedCopy]:
-        """All but `ref`, which is what the engine was built with."""
+        """Copies of all policies but `ref`, which is what the engine was built with."""
         return {name: copy for name, copy in self.copies.items() if name != "ref"}
 
     def lora_config(self) -> peft.LoraConfig | None:

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """What one forward of a denoiser costs, and its backward pass."""
+    """Costs of one forward of a denoiser and of its backward pass."""
 
     forward: int
     backward: int  # to everything that trains; what is frozen passes gradients on and gets none

@@ -1,5 +1,5 @@
-"""All ranks are about to do the same forward, those of a replica on the same numbers, or there is one clear error
-instead of an endless hang."""
+"""One clear error in place of an endless hang, where ranks are not about to do the same forward or the ranks of a
+replica do not have the same numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ class Guard:
         self.num_checks = 0
 
     def check(self, *what: object, inputs: Sequence[Tensor] = ()) -> None:
-        """Every rank, before a forward; `what` tells forwards apart (policy, with or without gradient, shape, ...) and
+        """Compare the ranks; every rank calls it before a forward.
+
+        `what` tells forwards apart (policy, with or without gradient, shape, ...) and
         is the same on all ranks, `inputs` are bit-equal on the ranks of a replica.
 
         Raises RuntimeError on all ranks if they disagree, or if one of them does not come within the deadline.

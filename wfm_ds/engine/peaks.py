@@ -1,4 +1,4 @@
-"""How many operations a second devices can do at most, by name: what a model's utilisation is measured against.
+"""Peak rates of devices by name: the most operations a second, against which utilisation is measured.
 
 Dense matrix products in TFLOP/s, from the makers' data sheets. A device that is not in the table has no peak: a recipe
 may state one (`logging.peak_tflops`).
@@ -52,7 +52,7 @@ def peak_of(name: str) -> Peak | None:
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """What the device's matrix products in this dtype can reach; None on a device without a known peak."""
+    """The most that the device's matrix products in this dtype can reach; None where no peak is known."""
     peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if peak is None:
         return None

@@ -17,8 +17,10 @@ from torch import nn
 
 
 def place(denoiser: nn.Module, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
-    """Collective, before adapters are added. `config`: what deepspeed.initialize gets. Every rank must have loaded the
-    same weights: nothing is sent."""
+    """Collective, before adapters are added. Move the weights to their device, or cut them at ZeRO-3.
+
+    `config`: what deepspeed.initialize gets. Every rank must have loaded the same weights: nothing is sent.
+    """
     zero = config["zero_optimization"]
     on_nvme = (zero.get("offload_param") or {}).get("device") == "nvme"  # DeepSpeed sets its swapping up itself
     if zero["stage"] == 3 and not on_nvme:
@@ -32,7 +34,7 @@ def place(denoiser: nn.Module, config: Mapping[str, Any], dtype: torch.dtype, de
 
 
 def partition(denoiser: nn.Module, config: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """ZeRO-3: leave this rank its shard of every parameter.
+    """Leave this rank its ZeRO-3 shard of every parameter.
 
     DeepSpeed's own zero.Init(module=...) would bring each parameter to the device and send rank 0's to all; here
     everybody cuts his own, and of the mapped file only the pages of the shard are read.
@@ -51,7 +53,7 @@ def partition(denoiser: nn.Module, config: Mapping[str, Any], dtype: torch.dtype
 
 
 def cast_unplaced(denoiser: nn.Module, dtype: torch.dtype) -> None:
-    """After adapters were added to a partitioned denoiser: DeepSpeed no longer casts what it finds beside shards."""
+    """Cast the adapters that were added to a partitioned denoiser: DeepSpeed no longer does it beside shards."""
     for parameter in denoiser.parameters():
         if not hasattr(parameter, "ds_id"):
             parameter.data = parameter.data.to(dtype)

@@ -48,7 +48,7 @@ class Shards:
         return [flat.detach() for flat in self._flats()]
 
     def optimizer_states(self) -> list[dict[str, Tensor]]:
-        """What the optimizer keeps of each master, by its own names; empty before its first step. To be read and set:
+        """The optimizer's states of each master, by its own names; empty before its first step. To be read and set:
         a tensor as long as the master belongs to its elements, a single number (`step`) to all of them."""
         states = self.ds.optimizer.optimizer.state
         return [states[flat] for flat in self._flats()]
@@ -100,7 +100,7 @@ class Shards:
         return whole.view(shape).cpu() if dist.get_rank() == 0 else None
 
     def forget_gradients(self) -> None:
-        """After an optimizer step: a parameter that no micro-step of the next one uses has the gradient 0 there.
+        """Make the gradients 0 after an optimizer step, for parameters that no micro-step of the next one uses.
 
         ZeRO-3 overwrites the sums of the step before in its first micro-step only, and only for what that one uses: an
         expert that comes later, or not at all, would be stepped with old gradients.
@@ -133,8 +133,7 @@ class Shards:
 
 
 def refresh_gathered(parameters: Sequence[Any]) -> None:
-    """ZeRO-3, after the shards of these parameters changed: forget whatever still shows their old weights. Every rank
-    calls.
+    """Forget what still shows old weights of these parameters, after their shards changed at ZeRO-3. Every rank calls.
 
     That is parameters that stay gathered, and with zero_hpz_partition_size the copies that each node keeps, from which
     DeepSpeed gathers in place of the shards until its own optimizer step.
@@ -157,7 +156,7 @@ class ShardedCopy:
 
     @torch.no_grad()
     def lerp_(self, decay: float) -> None:
-        """copy <- decay * copy + (1 - decay) * theta, in fp32."""
+        """Move the copy: copy <- decay * copy + (1 - decay) * theta, in fp32."""
         masters = self.shards.masters()
         if decay == 0:  # a lerp of weight 1 keeps a NaN of the copy, and costs a multiplication
             torch._foreach_copy_(self.flats, masters)
@@ -166,7 +165,7 @@ class ShardedCopy:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """The module computes with this copy inside. Every rank enters and leaves together, by an agreed error too;
+        """Let the module compute with this copy inside. Every rank enters and leaves together, by an agreed error too;
         after one of its own a rank keeps this copy."""
         self.shards.install(self.flats)
         together = True

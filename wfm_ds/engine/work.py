@@ -1,4 +1,4 @@
-"""The FLOPs of the forwards that an engine ran: what its speed is measured in.
+"""The FLOPs of the forwards that an engine ran.
 
 Forwards are noted with the shapes of their arguments, and each kind of them is counted once, on a copy of the denoiser
 on the meta device that was taken before DeepSpeed cut it up. So every size and length of text counts as it was.
@@ -6,6 +6,7 @@ on the meta device that was taken before DeepSpeed cut it up. So every size and 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from wfm_ds.engine.flops import Flops, flops_of, on_meta
 from wfm_ds.engine.policy import add_adapters
 from wfm_ds.recipe.schema import Recipe
+
+log = logging.getLogger(__name__)
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -50,10 +53,11 @@ class WorkCounter:
         self._samples: Counter[Kind] = Counter()
         self._examples: dict[Hashable, Arguments] = {}
         self._flops: dict[Hashable, Flops] = {}
+        self._warned = False
 
     @classmethod
     def of(cls, denoiser: nn.Module, recipe: Recipe, targets: list[str]) -> WorkCounter:
-        """For a denoiser that is still whole and has no adapters. targets: where the recipe's adapters will be."""
+        """Copy a denoiser that is still whole and has no adapters. targets: where the recipe's adapters will be."""
         shadow = on_meta(denoiser)
         if recipe.lora is None:
             shadow.requires_grad_(True)
@@ -70,11 +74,18 @@ class WorkCounter:
         if shapes not in self._examples:
             self._examples[shapes] = tuple(map(_single, args)), {name: _single(v) for name, v in kwargs.items()}
 
-    def take(self) -> Work:
-        """The work of all forwards since the last call."""
-        found = sum((self._work_of(kind, samples) for kind, samples in self._samples.items()), Work())
-        self.clear()
-        return found
+    def take(self) -> Work | None:
+        """The work of all forwards since the last call; None for a denoiser that needs values, which are not there on
+        the meta device."""
+        try:
+            return sum((self._work_of(kind, samples) for kind, samples in self._samples.items()), Work())
+        except RuntimeError as error:
+            if not self._warned:
+                log.warning("the FLOPs of this denoiser cannot be counted, so no speed in TFLOP/s is shown: %s", error)
+            self._warned = True
+            return None
+        finally:
+            self.clear()
 
     def clear(self) -> None:
         """Forget the forwards since the last call of `take`."""
@@ -94,7 +105,7 @@ class WorkCounter:
 
 
 def _shape(value: Any) -> Hashable:
-    """What FLOPs of a sample depend on: the shape without the batch, and the value of whatever is no tensor."""
+    """The part of an argument that FLOPs of a sample depend on: the shape without the batch, or the value itself."""
     return (tuple(value.shape[1:]), value.dtype) if isinstance(value, Tensor) else value
 
 

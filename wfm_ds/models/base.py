@@ -1,4 +1,4 @@
-"""What every pipeline family offers to the loops. Nothing outside `models/` may branch on a family.
+"""The interface of every pipeline family to the loops. Nothing outside `models/` may branch on a family.
 
 Latents, sigma and velocities are float32; time is `sigma` in (0, 1] (1 is pure noise); velocity is `eps - x0`.
 """
@@ -137,7 +137,8 @@ class DiffusionModel(ABC):
         """
 
     def encode_negative(self, texts: Sequence[str]) -> Conditioning:
-        """As encode_text, for what guidance contrasts with and what replaces a dropped caption (`NegativeText`).
+        """Encode, as encode_text does, what guidance contrasts with and what replaces a dropped caption
+        (`NegativeText`).
 
         It differs where the stock pipeline wraps its prompts in an instruction and its negative prompts not.
         """
@@ -196,7 +197,7 @@ class DiffusionModel(ABC):
         self.latent_shape(height, width, pixels.shape[2] if self.video else 1)
         shifted = 2 * pixels.to(self.device) - 1
         # One video at a time: latents that are kept must not depend on what was encoded beside them.
-        parts = shifted.split(1) if self.video else [shifted]
+        parts = torch.split(shifted, 1) if self.video else (shifted,)
         return torch.cat([vae.encode(self.pipeline.vae, part) for part in parts])
 
     def encode_media(self, media: Sequence[npt.NDArray[np.uint8]]) -> Tensor:
@@ -259,7 +260,7 @@ class DiffusionModel(ABC):
         """(C,h,w) of an image or (C,T,h,w) of a video of this many pixels; ValueError names the multiple it must be."""
 
     def size_multiple(self, num_frames: int = 1) -> int:
-        """What height and width are multiples of: the smallest size that there is."""
+        """The number that height and width are multiples of: the smallest size that there is."""
 
         def exists(size: int) -> bool:
             try:
@@ -293,7 +294,7 @@ class DiffusionModel(ABC):
         return grid
 
     def schedule_arguments(self, shape: Sequence[int]) -> dict[str, float]:
-        """What the stock pipeline passes to set_timesteps besides the number of steps."""
+        """Return what the stock pipeline passes to set_timesteps besides the number of steps."""
         return {}
 
     @property

@@ -22,13 +22,13 @@ KEYS = frozenset({LATENTS, MASK})
 
 @dataclass(frozen=True, slots=True)
 class FramesInLatents:
-    """What is given: latents [B,C,T,h,w] and mask [B,1,T,1,1], float32."""
+    """The given frames: latents [B,C,T,h,w] and mask [B,1,T,1,1], float32."""
 
     latents: Tensor
     mask: Tensor
 
     def enter(self, noisy: Tensor) -> Tensor:
-        """What the network sees: the known latents on conditional frames, `noisy` elsewhere."""
+        """Return the input of the network: the known latents on conditional frames, `noisy` elsewhere."""
         return self.mask * self.latents + (1 - self.mask) * noisy
 
     def leave(self, velocity: Tensor, noisy: Tensor, sigma: Tensor) -> Tensor:

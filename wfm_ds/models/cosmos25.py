@@ -86,7 +86,8 @@ class Cosmos25(DiffusionModel):
 
     @torch.no_grad()
     def from_embedding(self, embedding: Tensor) -> Conditioning | None:
-        """Of all layers of the text encoder, and as many rows as a text has with its padding, which is attended to."""
+        """Return the states of all layers of the text encoder, and as many rows as a text has with its padding, which
+        is attended to."""
         width = self.config.crossattn_proj_in_channels if self.config.use_crossattn_projection else None
         if embedding.shape != (self.max_sequence_length, width or self.config.text_embed_dim):
             return None
@@ -103,7 +104,7 @@ class Cosmos25(DiffusionModel):
         return DEFAULT_NEGATIVE_PROMPT if negative_text is None else negative_text
 
     def decode(self, latents: Tensor) -> Tensor:
-        """As every family's; then the guardrail's post-processing, as in the stock pipeline."""
+        """Decode as every family does; then apply the guardrail's post-processing, as in the stock pipeline."""
         return guardrail.guarded(self.pipeline.safety_checker, super().decode(latents))
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:

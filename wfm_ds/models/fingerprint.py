@@ -7,18 +7,21 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from wfm_ds.errors import ModelError
+from wfm_ds.models.variants import WEIGHTS, weight_files
 
 END_BYTES = 1 << 20
-WEIGHTS = ".safetensors"
 OTHER_WEIGHTS = frozenset({".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx"})  # beside them, never loaded
 
 
 def fingerprint(folder: Path, parts: Iterable[str]) -> str:
-    """Hex digest of these subfolders: of whole configs and tokenizer files, and, of each weight file, of its size, its
-    header and its first and last MiB. ModelError if a file cannot be read."""
+    """Hex digest of these subfolders: of whole configs and tokenizer files, and, of each weight file that is loaded, of
+    its size, its header and its first and last MiB. ModelError if a file cannot be read."""
     digest = hashlib.sha256()
     for part in sorted(parts):
+        weights = set(weight_files(folder / part))
         for path in sorted(p for p in (folder / part).rglob("*") if p.is_file() and p.suffix not in OTHER_WEIGHTS):
+            if path.suffix == WEIGHTS and path.parent == folder / part and path not in weights:
+                continue
             digest.update(f"{path.relative_to(folder).as_posix()}\0".encode())
             try:
                 digest.update(ends(path) if path.suffix == WEIGHTS else path.read_bytes())

@@ -34,7 +34,7 @@ class NoGuardrail:
 
 
 def checker(guardrail: Guardrail, folder: Path) -> Any:
-    """What the pipeline takes as `safety_checker`; None lets it build its own.
+    """Return what the pipeline takes as `safety_checker`; None lets it build its own.
 
     ModelError if that is asked for and its package is missing: nobody loses the guardrail without having said so.
     """

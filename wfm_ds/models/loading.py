@@ -17,14 +17,19 @@ from typing import Any
 import diffusers
 import torch
 from diffusers import DiffusionPipeline
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
 from wfm_ds.errors import ModelError, UserError
 from wfm_ds.models.base import without_progress_bars
+from wfm_ds.models.variants import variant_to_load, weight_files
 
 LIBRARIES = ("diffusers", "transformers")
 # What the libraries raise for files that are missing, damaged, or at odds with their configs.
-LOADING_ERRORS = (OSError, ValueError, TypeError, RuntimeError, AttributeError, ImportError, KeyError, SafetensorError)
+LOADING_ERRORS = (
+    *(OSError, ValueError, TypeError, RuntimeError, AttributeError, ImportError, LookupError, SafetensorError),
+    *(ArithmeticError, AssertionError, StrictDataclassError),  # for values in a config that no network can have
+)
 STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' names
 ABSENT = [None, None]  # how model_index.json writes a part that a pipeline does without
 
@@ -106,6 +111,7 @@ def load_network(folder: Path, network_class: Any, dtype: torch.dtype, *, mapped
         folder,
         dtype=(stored_dtype(folder) or dtype) if mapped else dtype,
         use_safetensors=True,
+        variant=variant_to_load(folder),
         local_files_only=True,
         output_loading_info=True,
     )
@@ -121,9 +127,9 @@ def load_network(folder: Path, network_class: Any, dtype: torch.dtype, *, mapped
 
 
 def stored_dtype(folder: Path) -> torch.dtype | None:
-    """The dtype of all floating-point tensors in the safetensors files of a folder; None if there are several."""
+    """The dtype of all tensors in the safetensors files that are loaded from a folder; None if there are several."""
     names: set[str] = set()
-    for file in folder.glob("*.safetensors"):
+    for file in weight_files(folder):
         with safe_open(file, "pt") as opened:
             names |= {opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118, it is no mapping
     return STORED_DTYPES.get(names.pop()) if len(names) == 1 else None

@@ -53,7 +53,7 @@ def family_of(folder: Path, own: str | None = None) -> type[DiffusionModel]:
 
     `own`: the recipe's model.family, a class of the user's that is to serve this folder.
     """
-    name = read_json(folder / "model_index.json").get("_class_name")
+    name = str(read_json(folder / "model_index.json").get("_class_name"))
     if own is not None:
         return own_family(own, folder, name)
     for family in families().values():

@@ -36,7 +36,7 @@ class Sana(DiffusionModel):
     prompt_templates = ("stock", "none")
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """As the base class. ModelError too if call.json holds an instruction that is none."""
+        """Check the folder as the base class does. ModelError too if call.json holds an instruction that is none."""
         super().__init__(*arguments, **options)
         self.instruction = self.chosen_instruction()
 

@@ -67,7 +67,7 @@ class TextCache:
         }
 
     def stored(self, text: Text) -> bool:
-        """Whether the store has it."""
+        """Return whether the store has it."""
         return self._store is not None and self._key(text) in self._store
 
     def _fetch(self, text: Text) -> dict[str, Tensor]:

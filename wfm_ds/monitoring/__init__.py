@@ -1,1 +1,1 @@
-"""What people watch: metrics, progress, samples as files and pages."""
+"""Output for people: metrics, progress, samples as files and pages."""

@@ -1,4 +1,4 @@
-"""What people watch: metrics.jsonl, TensorBoard, a progress line, samples. Which metrics exist is not its business."""
+"""Output for people: metrics.jsonl, TensorBoard, a progress line, samples. Which metrics exist is not its business."""
 
 from __future__ import annotations
 

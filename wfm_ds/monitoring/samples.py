@@ -42,7 +42,7 @@ class ShownSample:
 
     @property
     def moves(self) -> bool:
-        """Whether there is more than one frame: a video of one is kept and shown as an image."""
+        """Return whether there is more than one frame: a video of one is kept and shown as an image."""
         return len(self.frames) > 1
 
 

@@ -1,4 +1,4 @@
-"""What deepspeed.initialize is told: ZeRO settings from one JSON file, everything else from the recipe.
+"""The configuration for deepspeed.initialize: ZeRO settings from one JSON file, everything else from the recipe.
 
 Owns the search for the file, the keys that it may hold and the combinations that are refused, because DeepSpeed would
 ignore them, or train on wrong weights without an error. No torch, no DeepSpeed: a recipe is checked on any machine.
@@ -188,7 +188,7 @@ def check_combinations(
 
 
 def require_idle_experts(recipe: Recipe) -> None:
-    """For models of several experts, each of which is idle in some micro-steps. Raises RecipeError for settings under
+    """Refuse, for models of several experts, each of which is idle in some micro-steps, settings (RecipeError) under
     which DeepSpeed reduces, or hands to the offloaded optimizer, gradients of the last micro-step's expert only."""
     source = find_config(recipe.engine.deepspeed)
     zero = read_config(source)["zero_optimization"]

@@ -1,4 +1,4 @@
-"""What the recipe schema says of a key, in words: for error messages and for the reference page."""
+"""The recipe schema in words: for error messages and for the reference page."""
 
 from __future__ import annotations
 
@@ -101,14 +101,14 @@ def choices(section: type[BaseModel], key: str) -> tuple[Any, ...]:
 
 
 def words(slot: Slot) -> str:
-    """What is expected, to be read after "expected": "a whole number > 0", "one of a, b, c"."""
+    """Say what is expected, to be read after "expected": "a whole number > 0", "one of a, b, c"."""
     if slot.selector is not None:
         return f"a mapping with {slot.selector}: {' or '.join(names(slot))}"
     return " or ".join(_member_words(member) for member in slot.members())
 
 
 def names(slot: Slot) -> list[str]:
-    """What the selector of a slot may be: the names of all algorithms."""
+    """List what the selector of a slot may be: the names of all algorithms."""
     assert slot.selector is not None
     return [str(name) for member in slot.members() for name in choices(member.type, slot.selector)]
 

@@ -107,7 +107,7 @@ def _validate(tree: Tree) -> Recipe:
 
 
 def _misread(slot: Slot, value: Any, path: KeyPath) -> list[tuple[KeyPath, str]]:
-    """What pydantic would convert though the file says something else: true as 1, the text "30" as 30."""
+    """Find values that pydantic would convert though the file says something else: true as 1, the text "30" as 30."""
     if isinstance(value, dict | list):
         entries = value.items() if isinstance(value, dict) else enumerate(value)
         inner = [(key, entry, slot.inner(key, value)) for key, entry in entries]

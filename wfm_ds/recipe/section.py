@@ -1,4 +1,4 @@
-"""What all sections of the recipe schema share."""
+"""The base class of all sections of the recipe schema, and the types of their keys."""
 
 from __future__ import annotations
 
@@ -8,22 +8,15 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-MAX_PATH = 4095  # characters, of Linux
-
-
-def sized(path: Any) -> Any:
-    """A path becomes the working directory if it is empty, and an error of the system wherever it is used if it is too
-    long."""
-    text = str(path) if isinstance(path, str | Path) else "."
-    if not text:
-        raise ValueError("is empty: name a folder or file, or . for the working directory")
-    if len(text) > MAX_PATH:
-        raise ValueError(f"has {len(text):,} characters, a path has at most {MAX_PATH:,}")
-    return path
-
-
 MAX_PATH_BYTES = 3500  # Linux takes 4095; the rest is for what stands below a folder
 MAX_NAME_BYTES = 255
+
+
+def not_empty(path: Any) -> Any:
+    """Return the path as it is given. Raises ValueError for an empty one, which would be the working directory."""
+    if path == "":
+        raise ValueError("is empty: name a folder or file, or . for the working directory")
+    return path
 
 
 def possible(address: str) -> str:
@@ -66,8 +59,8 @@ def storage_address(address: str) -> str:
     return f"s3://{bucket}"
 
 
-UserPath = Annotated[Path, BeforeValidator(sized), AfterValidator(local)]
-UserAddress = Annotated[str, BeforeValidator(sized), AfterValidator(expand_user)]
+UserPath = Annotated[Path, BeforeValidator(not_empty), AfterValidator(local)]
+UserAddress = Annotated[str, BeforeValidator(not_empty), AfterValidator(expand_user)]
 """A path on this machine, or a URL."""
 PossiblePath = Annotated[str, AfterValidator(possible)]
 """A path that is expanded elsewhere, or a name in its place such as tiny:sd3."""
@@ -93,7 +86,7 @@ class Section(BaseModel):
     )
 
     def changed(self, *keys: str) -> list[str]:
-        """Those of these keys that have another value than their default: a resolved recipe names all keys."""
+        """List those of these keys that have another value than their default: a resolved recipe names all keys."""
         return [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
 
     def require_default(self, *keys: str, unless: str) -> None:

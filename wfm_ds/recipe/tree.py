@@ -49,7 +49,7 @@ class Tree:
     places: dict[KeyPath, Place] = field(default_factory=dict)
 
     def place(self, path: KeyPath) -> Place:
-        """Of the value, or of the nearest mapping or list around it."""
+        """Return the place of the value, or of the nearest mapping or list around it."""
         return next(self.places[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.places)
 
     def forget(self, path: KeyPath) -> None:

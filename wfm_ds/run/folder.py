@@ -1,4 +1,4 @@
-"""The output folder: what a run leaves there, whose it is, and where a run that is given it begins."""
+"""The output folder of a run: the lock, the decision where a run begins, and what --overwrite may remove."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ NUM_SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where a run begins: at its first step, after a checkpoint, or nowhere because it is finished."""
+    """The beginning of a run: its first step, a checkpoint, or none because it has finished."""
 
     checkpoint: str | None = None  # the folder or s3:// address to continue from
     step: int = 0  # the last one done
@@ -60,7 +60,7 @@ class Start:
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing of this run was there before."""
+        """True if nothing of this run was there before."""
         return self.checkpoint is None and not self.again
 
 
@@ -112,8 +112,8 @@ def way_out(place: Contents) -> str:
 
 
 def require_nothing_to_lose(held: Sequence[Contents], done: int | None) -> None:
-    """A run without a complete checkpoint begins again, unless it has finished or a damaged checkpoint could be
-    repaired."""
+    """Raise RecipeError if a run without a complete checkpoint must not begin again: it has finished, or a damaged
+    checkpoint could be repaired."""
     if done is not None:
         raise RecipeError(
             f"{held[0].key} holds a run that finished with step {done} and kept no checkpoint to continue from "
@@ -128,7 +128,7 @@ def require_nothing_to_lose(held: Sequence[Contents], done: int | None) -> None:
 
 
 def first_start(recipe: Recipe, world_size: int) -> Start:
-    """A new run, which may begin where another one's checkpoint ends."""
+    """Return the start of a new run, which may be the checkpoint of another one."""
     resume = recipe.run.resume
     if resume in ("auto", "never"):
         return Start()
@@ -144,7 +144,7 @@ def first_start(recipe: Recipe, world_size: int) -> Start:
 
 
 def require_own_names_free(place: Contents) -> None:
-    """A run writes into these folders, and removes them if it fails before its first step."""
+    """Raise RecipeError if a run's names are somebody else's there: a run would write into them and may remove them."""
     if place.unrecorded:
         raise RecipeError(
             f"{place.key} holds {', '.join(place.unrecorded)} and no run that these belong to: "
@@ -153,7 +153,7 @@ def require_own_names_free(place: Contents) -> None:
 
 
 def require_recorded(place: str, unrecorded: Collection[str]) -> None:
-    """--overwrite deletes what a run's own record says it wrote, and nothing else."""
+    """Raise RecipeError unless a run's own record lists all that --overwrite would delete."""
     if unrecorded:
         raise RecipeError(
             f"{place} holds {', '.join(unrecorded)}, which no record of a run ({RECORD}) lists, so that --overwrite "
@@ -162,7 +162,7 @@ def require_recorded(place: str, unrecorded: Collection[str]) -> None:
 
 
 def require_foreign(recipe: Recipe) -> None:
-    """run.resume must not name a checkpoint of the very folder or storage: a run goes on from its newest one."""
+    """Raise RecipeError if run.resume names a checkpoint of the run itself, which continues from its newest one."""
     resume, folder, storage = recipe.run.resume, recipe.run.output_dir, recipe.checkpoint.storage
     if resume in ("auto", "never"):
         return
@@ -180,7 +180,7 @@ def require_foreign(recipe: Recipe) -> None:
 
 
 def require_same_recipe(recipe: Recipe, path: str, other: Recipe | None, way_out: str) -> None:
-    """`other`: what stands at `path`."""
+    """Raise RecipeError unless `other`, which stands at `path`, is the recipe of the same run."""
     if other is None:
         raise RecipeError(f"{path} is missing, so nobody can tell whether that run can be continued: {way_out}")
     differing = differences(other, recipe)
@@ -193,7 +193,7 @@ def require_same_recipe(recipe: Recipe, path: str, other: Recipe | None, way_out
 
 
 def differences(there: Recipe, here: Recipe) -> list[str]:
-    """`key: OLD there, NEW here` for each key whose change would make it another run."""
+    """Return `key: OLD there, NEW here` for each key whose change makes another run."""
     old, new = flat(there.model_dump(mode="json")), flat(here.model_dump(mode="json"))
     # With buckets the samples of a micro-batch have one size, which decides in what order samples come.
     decides_order = here.data.buckets is not None and not here.is_rl
@@ -206,7 +206,7 @@ def differences(there: Recipe, here: Recipe) -> list[str]:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, with dotted keys; lists stay whole."""
+    """Return nested mappings as one, with dotted keys; lists stay whole."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
@@ -214,8 +214,8 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def require_same_batch(found: Checkpoint | RemoteCheckpoint, recipe: Recipe, world_size: int) -> None:
-    """Other ranks may continue a run, but not with another global batch: it decides which samples come next. In SFT of
-    several experts the number of micro-batches decides which of them trains when."""
+    """Raise RecipeError for another global batch than the checkpoint's, which decides which samples come next. In SFT
+    of several experts the number of micro-batches decides which of them trains when, and must stay too."""
     derived = derive(recipe, world_size)
     here, there = derived.samples_per_step, found.facts["samples_per_step"]
     if here != there:
@@ -285,7 +285,7 @@ def clear_run(folder: Path, *, keep: Collection[str] = ()) -> None:
 
 @contextlib.contextmanager
 def first_write(folder: Path) -> Iterator[None]:
-    """Inside, a folder that cannot be written, or a full disk, becomes one sentence."""
+    """Turn an OSError of the block, of a read-only folder or a full disk, into one sentence."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder and in its storage: the names, which are a contract, and what they tell."""
+"""Layout of a run's folder and of its storage: the names, which are a contract, and their meaning."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RECORD = ".wfm_run.json"  # which of these names a run here may have written, an
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a folder or a storage holds of a run."""
+    """Contents of a folder or a storage that belong to a run."""
 
     key: str  # the recipe's, with its value, for messages
     place: str  # folder or address

@@ -46,7 +46,7 @@ class Sent:
 
 
 class Progress:
-    """When the storage last took something that it had not taken before.
+    """Time at which the storage last took something that it had not taken before.
 
     A file that is sent again after a failure counts from where the try that got furthest was cut off: a storage that
     takes the same part again and again is not taking the run.
@@ -57,7 +57,7 @@ class Progress:
         self._furthest: dict[str, int] = {}  # bytes of the best try, by name
 
     def begin(self, name: str) -> Moved:
-        """Return what counts the bytes of a try to send this name."""
+        """Return a function that counts the bytes of a try to send this name."""
         sent = 0
 
         def moved(num_bytes: int) -> None:
@@ -296,7 +296,8 @@ class Mirror:
         self._sent[name] = Sent(local.st_size, local.st_mtime_ns, stored)
 
     def _counted(self, name: str) -> Moved:
-        """Return what counts the bytes of this file as they arrive, and ends the transfer once nobody waits for it."""
+        """Return a function that counts the bytes of this file as they arrive, and ends the transfer once nobody
+        waits."""
         moved = self._progress.begin(name)
 
         def counted(num_bytes: int) -> None:

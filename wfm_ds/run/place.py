@@ -1,4 +1,4 @@
-"""Which folder a run may have: what is wrong with run.output_dir is said before anything is read or written there."""
+"""Checks of run.output_dir: a folder that a run must not have is refused before anything is written there."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def require_inputs_elsewhere(recipe: Recipe) -> None:
 
 
 def is_below(path: Path, folder: Path) -> bool:
-    """Say whether the path lies in the folder, by any spelling; a path that leads in a circle lies nowhere."""
+    """Return whether the path lies in the folder, by any spelling; a path that leads in a circle lies nowhere."""
     try:
         return path.resolve().is_relative_to(folder)
     except (OSError, RuntimeError):

@@ -59,7 +59,7 @@ def _iso(moment: datetime.datetime) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a training loop returns: `preempted` when it stopped on request at a step boundary."""
+    """The outcome of a training loop: `preempted` when it stopped on request at a step boundary."""
 
     status: Literal["finished", "preempted"]
     step: int

@@ -1,4 +1,4 @@
-"""What `checkpoint.storage` asks of all ranks: where a run begins, and that it ends when its copies are there."""
+"""The part of all ranks in `checkpoint.storage`: a run may begin from there, and ends when its copies are there."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ NUM_SHOWN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copies:
-    """What became of a run's copies, for result.json."""
+    """The state of a run's copies at its end, for result.json."""
 
     address: str
-    missing: list[str]  # names in the run's folder that the storage has not as they are
+    missing: list[str]  # names in the run's folder that the storage does not have as they are
     reason: str  # what it last answered; empty if it just took nothing
 
     def sentence(self, folder: Path) -> str:
-        """What to tell the user if something is missing."""
+        """Return the message for the user if something is missing."""
         names = ", ".join(self.missing[:NUM_SHOWN])
         more = f" and {len(self.missing) - NUM_SHOWN} more" if len(self.missing) > NUM_SHOWN else ""
         why = f" ({self.reason})" if self.reason else ""
         return (
-            f"{self.address} has not got all of this run{why}: {names}{more} are in {folder} alone; start the same "
+            f"{self.address} does not have all of this run{why}: {names}{more} are in {folder} alone; start the same "
             "command again to copy them"
         )
 
 
 def require_storage(recipe: Recipe) -> None:
-    """Raises StorageError if checkpoint.storage cannot be written."""
+    """Raise StorageError if checkpoint.storage cannot be written."""
     if recipe.checkpoint.storage is not None:
         transfer.require_writable(recipe.checkpoint.storage)
 
 
 def open_mirror(recipe: Recipe, world: World) -> Mirror | None:
-    """Rank 0's, not started yet; None on the others and without checkpoint.storage."""
+    """Return the mirror of rank 0, not started yet; None on other ranks and without checkpoint.storage."""
     keep = recipe.checkpoint
     if keep.storage is None or not world.is_main:
         return None
@@ -82,7 +82,7 @@ def opened(recipe: Recipe, world: World, mirror: Mirror | None, start: Start, *,
 
 
 def fetched(recipe: Recipe, world: World, mirror: Mirror | None, start: Start) -> Start:
-    """The start with its checkpoint on this machine; every rank calls it. Raises StorageError."""
+    """Return the start with its checkpoint on this machine; every rank calls it. Raises StorageError."""
     address, folder = start.checkpoint, recipe.run.output_dir
     if address is None or not is_remote(address):
         return start
@@ -100,7 +100,7 @@ def fetched(recipe: Recipe, world: World, mirror: Mirror | None, start: Start) -
 
 
 def discard_fetched(recipe: Recipe, world: World) -> None:
-    """Once all ranks have taken up another run's checkpoint."""
+    """Remove another run's checkpoint once all ranks have loaded it."""
     if world.is_main:
         shutil.rmtree(recipe.run.output_dir / FETCHED, ignore_errors=True)
 
@@ -128,7 +128,7 @@ def finish(recipe: Recipe, world: World, mirror: Mirror | None) -> Copies | None
 
 
 def send_rest(recipe: Recipe, world: World, done: int) -> Copies | None:
-    """Of a run that has finished with step `done`: what the storage did not take then, if its folder is here, and the
+    """Send what the storage did not take of a run that has finished with step `done`, if its folder is here and the
     storage is not ahead of it. Every rank calls it. Raises StorageError and RecipeError."""
     folder = recipe.run.output_dir
     if recipe.checkpoint.storage is None or not world.broadcast((folder / RESULT).exists()):
@@ -155,7 +155,8 @@ def _write_copies(folder: Path, copies: Copies) -> None:
 
 
 def _is_behind(folder: Path, mirror: Mirror, done: int) -> bool:
-    """Whether another machine took the run further than this folder tells. Raises StorageError and RecipeError."""
+    """Return whether another machine took the run further than this folder tells. Raises StorageError and
+    RecipeError."""
     newer = mirror.newer()
     if newer is None and layout.in_folder(folder).done == done:
         return False
@@ -165,7 +166,7 @@ def _is_behind(folder: Path, mirror: Mirror, done: int) -> bool:
 
 
 def send_result(mirror: Mirror, copies: Copies) -> Copies:
-    """result.json, the last of a run's files, if the storage took the others; what became of the copies then."""
+    """Send result.json, the last of a run's files, if the storage took the others; return the state of the copies."""
     if copies.missing:
         return copies
     try:

@@ -19,7 +19,7 @@ Predict: TypeAlias = Callable[[Tensor, float], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StoredStep:
-    """What happened at one stochastic step; float32, detached."""
+    """Record of one stochastic step; float32, detached."""
 
     index: int  # of the step in its plan
     latents: Tensor  # [B, ...] before it
@@ -30,7 +30,7 @@ class StoredStep:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """What a rollout of B samples leaves: clean latents, float32, shape of the noise, and the plan's stored steps."""
+    """Result of a rollout of B samples: clean latents, float32, shape of the noise, and the plan's stored steps."""
 
     clean: Tensor
     stored: list[StoredStep] = field(default_factory=list)

@@ -48,7 +48,7 @@ class Churn:
         return level * (1 + self.relative) if self.low < level < self.high else level
 
     def std(self, level: float) -> float:
-        """Of the noise that lifts a state from this level to the raised one."""
+        """Return the standard deviation of the noise that lifts a state from this level to the raised one."""
         return self.noise * math.sqrt(self.raised(level) ** 2 - level**2)
 
 

@@ -30,7 +30,7 @@ def deterministic_plan(solver: str, sigmas: Tensor) -> FlowPlan:
 
 
 def evaluation_plan(solver: str, sigmas: Tensor) -> FlowPlan:
-    """As deterministic_plan, for samples that people look at: without the corrections of dpm2 that reach too far."""
+    """A deterministic plan for samples that people look at: without the corrections of dpm2 that reach too far."""
     steps = tuple(solver_steps(solver, sigmas, max_correction=MAX_CORRECTION))
     return FlowPlan(steps=steps, table=sde_coefficients("ode", sigmas[:-1], sigmas[1:]))
 

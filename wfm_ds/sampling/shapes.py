@@ -1,4 +1,5 @@
-"""What noising and losses share: refusal of tensors that do not belong together, and the mean of a sample."""
+"""Checks and sums that noising and losses share: refusal of tensors that do not belong together, and the mean of a
+sample."""
 
 from __future__ import annotations
 

@@ -76,6 +76,6 @@ def new_folder(final: Path) -> Iterator[Path]:
 
 
 def finite_or_none(value: float) -> float | None:
-    """The number as JSON may hold it: JSON has no NaN and no infinity."""
+    """Return the number as JSON may hold it: JSON has no NaN and no infinity."""
     number = float(value)
     return number if math.isfinite(number) else None

@@ -39,7 +39,7 @@ def shortened(path: str | os.PathLike[str]) -> str:
 
 
 def filesystem(address: str, num_tries: int | None = None) -> tuple[Any, str]:
-    """The fsspec file system of a path or `s3://` address, and the path within it.
+    """Return the fsspec file system of a path or `s3://` address, and the path within it.
 
     S3 is asked with the four PROD_S3_CHECKPOINT_ variables; those that are not set are found where AWS's own tools find
     them. Requests are tried NUM_TRIES times, or `num_tries`. StorageError for other kinds of address, for a key without
@@ -60,7 +60,7 @@ def filesystem(address: str, num_tries: int | None = None) -> tuple[Any, str]:
 
 
 def s3_options(environment: Mapping[str, str], num_tries: int) -> dict[str, Any]:
-    """What s3fs is opened with. StorageError, which names variables and no value, if a key lacks its secret."""
+    """Return the options of s3fs. StorageError, which names variables and no value, if a key lacks its secret."""
     key, secret = environment.get(ACCESS_KEY), environment.get(SECRET_KEY)
     if bool(key) != bool(secret):
         there, lacking = (ACCESS_KEY, SECRET_KEY) if key else (SECRET_KEY, ACCESS_KEY)
@@ -81,7 +81,7 @@ def s3_options(environment: Mapping[str, str], num_tries: int) -> dict[str, Any]
 
 @contextlib.contextmanager
 def answering(address: str, action: str = "read") -> Iterator[None]:
-    """Inside, what a storage that fails or refuses raises becomes StorageError. FileNotFoundError stays."""
+    """Turn what a storage that fails or refuses raises in the block into StorageError. FileNotFoundError stays."""
     try:
         yield
     except FileNotFoundError:
@@ -102,7 +102,7 @@ def storage_errors(remote: bool) -> tuple[type[Exception], ...]:
 
 
 def read_range(address: str, offset: int, size: int) -> bytes:
-    """These bytes of a file. A connection that breaks is opened again, NUM_TRIES times at most.
+    """Read these bytes of a file. A connection that breaks is opened again, NUM_TRIES times at most.
 
     Raises FileNotFoundError, and StorageError when the storage keeps failing or the file is too short.
     """
@@ -126,7 +126,8 @@ def version(address: str) -> tuple[str | int, ...]:
 
 
 def expand(pattern: str) -> list[str]:
-    """The addresses that a path or s3:// address with {000..123} and * ? [ ] stands for, sorted where it is a glob.
+    """Return the addresses that a path or s3:// address with {000..123} and * ? [ ] stands for, sorted where it is a
+    glob.
 
     Paths are made absolute. Those of a range need not exist. DataError for globs that match nothing, StorageError for
     ranges that run backwards.

@@ -15,7 +15,7 @@ from torch import Tensor
 from wfm_ds.storage import atomic
 
 Key = Mapping[str, Any]
-"""All that changes the value, as JSON: equal keys mean equal tensors."""
+"""Everything that the value depends on, as JSON: equal keys mean equal tensors."""
 
 
 class TensorStore:
@@ -32,7 +32,7 @@ class TensorStore:
         return self._names(key) is not None
 
     def read(self, key: Key) -> dict[str, Tensor] | None:
-        """The tensors under this key on the host, None if there are none."""
+        """Read the tensors under this key on the host, None if there are none."""
         names = self._names(key)
         if names is None:
             return None
@@ -55,7 +55,7 @@ class TensorStore:
         return self.folder / digest[:2] / f"{digest}.safetensors"
 
     def _names(self, key: Key) -> list[str] | None:
-        """The names of an entry's tensors, None if it is absent."""
+        """Return the names of an entry's tensors, None if it is absent."""
         try:
             with safe_open(self._path(key), framework="pt") as file:
                 if (file.metadata() or {}).get("key") == canonical(key):

@@ -40,7 +40,7 @@ def ignore(num_bytes: int) -> None:
 
 
 def upload(path: Path, address: str, *, size: int | None = None, moved: Moved = ignore) -> str:
-    """Copy the file, or its first `size` bytes, to an s3:// address; the SHA-256 of these bytes once it is there.
+    """Copy the file, or its first `size` bytes, to an s3:// address, and return the SHA-256 of these bytes.
 
     An object of that name is replaced at once, when all has arrived. Raises OSError if the file cannot be read,
     StorageError if the storage fails, refuses, or reports something else than was sent.
@@ -92,7 +92,7 @@ def download(address: str, path: Path, *, size: int, sha256: str | None = None, 
 
 
 def listing(address: str) -> dict[str, int]:
-    """{name below the address: size} of all objects there. Raises StorageError."""
+    """Return {name below the address: size} of all objects there. Raises StorageError."""
     target = _Target(address)
     found: dict[str, int] = {}
     page: dict[str, Any] = {}
@@ -107,7 +107,7 @@ def listing(address: str) -> dict[str, int]:
 
 
 def read_text(address: str) -> str:
-    """The UTF-8 text of an object. Raises FileNotFoundError and StorageError."""
+    """Read the UTF-8 text of an object. Raises FileNotFoundError and StorageError."""
     target = _Target(address)
     with answering(address):
         content: bytes = target.fs.cat_file(target.path)
@@ -142,7 +142,7 @@ def _writing(address: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_bucket(address: str) -> Iterator[None]:
-    """Where only a missing bucket can be what is not found."""
+    """Turn FileNotFoundError of the block into StorageError: only a missing bucket can be the reason."""
     try:
         yield
     except FileNotFoundError as error:
@@ -170,14 +170,14 @@ class _Target:
         return answer
 
     def put(self, content: bytes) -> str:
-        """The MD5 of what was sent, as in an ETag."""
+        """Send the object; return the MD5 of what was sent, as in an ETag."""
         md5 = hashlib.md5(content, usedforsecurity=False)
         with _writing(self.address):
             self.call("put_object", Body=content, ContentMD5=_in_base64(md5.digest()))
         return md5.hexdigest()
 
     def put_parts(self, parts: Iterable[bytes], moved: Moved) -> str:
-        """The MD5 of the MD5s of all parts and their number, as in an ETag."""
+        """Send the parts; return the MD5 of the MD5s of all parts and their number, as in an ETag."""
         with _writing(self.address):
             upload_id = self.call("create_multipart_upload")["UploadId"]
         try:
@@ -206,7 +206,7 @@ class _Target:
         return answer["ETag"], md5, len(content)
 
     def require(self, size: int, tag: str | None) -> None:
-        """What the storage says about the object must be what was sent."""
+        """Raise StorageError unless the storage reports the object as it was sent."""
         with _writing(self.address):
             answer = self.call("head_object")
         if int(answer["ContentLength"]) != size:
@@ -222,7 +222,7 @@ def _in_base64(digest: bytes) -> str:
 
 
 def _parts(path: Path, file: IO[bytes], size: int, part_bytes: int) -> Iterator[bytes]:
-    """The first `size` bytes; at least one part, which is empty for none."""
+    """Yield the first `size` bytes; at least one part, which is empty for none."""
     left = size
     while True:
         content = file.read(min(part_bytes, left))

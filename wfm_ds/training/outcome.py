@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from wfm_ds.errors import RunError
-from wfm_ds.training.speed import speed_metrics, speed_note
+from wfm_ds.training.speed import speed_metrics, speed_note, take_peak_memory
 
 if TYPE_CHECKING:
     from wfm_ds.engine.engine import StepResult
@@ -83,7 +83,8 @@ def finish_step(job: Job, step: int, report: StepReport, *, writing: bool) -> Ag
     """
     first, *others = report.lines
     work = job.engine.take_work()  # within the step's time: it takes seconds at first
-    times, agreed = agree(job, job.timer.lap(), writing=writing)
+    measured = {**job.timer.lap(), **take_peak_memory(job.world.device)}
+    times, agreed = agree(job, measured, writing=writing)
     speed = speed_metrics(job, work, report.samples, times["time/step"])
     counts = {f"perf/forwards_{name}": float(count) for name, count in sorted(job.forward.counts.items())}
     job.forward.counts.clear()
@@ -92,12 +93,12 @@ def finish_step(job: Job, step: int, report: StepReport, *, writing: bool) -> Ag
         job.monitor.scalars(update, metrics)
     headline = next((m for m in ("reward/total/mean", "sft/loss", "loss/total") if m in first), None)
     notes = [f"{headline} {first[headline]:.4f}"] if headline else []
-    job.monitor.progress(step, samples=report.samples, note=", ".join([*notes, speed_note(speed)]))
+    job.monitor.progress(step, samples=report.samples, note=", ".join([*notes, speed_note({**times, **speed})]))
     return agreed
 
 
-def agree(job: Job, times: Mapping[str, float], *, writing: bool) -> tuple[dict[str, float], Agreed]:
-    """Return the times of the slowest rank, and what all ranks must agree on; collective."""
+def agree(job: Job, measured: Mapping[str, float], *, writing: bool) -> tuple[dict[str, float], Agreed]:
+    """Return the times of the slowest rank, the memory of the largest, and what all ranks must agree on; collective."""
     flags = {"save": job.stop.take_save(), "stop": job.stop.is_set, "writing": writing}
-    largest = job.world.maxima({**times, **flags})
-    return {name: largest[name] for name in times}, Agreed(**{name: largest[name] > 0 for name in flags})
+    largest = job.world.maxima({**measured, **flags})
+    return {name: largest[name] for name in measured}, Agreed(**{name: largest[name] > 0 for name in flags})

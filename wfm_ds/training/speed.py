@@ -29,7 +29,7 @@ def speed_metrics(job: Job, work: Work | None, samples: int, seconds: float) -> 
     work: this rank's part of it, None where it is not known. Rank 0 stands for all: the ranks run the same forwards,
     but where data.buckets gives each of them other sizes.
     """
-    metrics = {SAMPLES: samples / seconds, MEMORY: take_peak_memory_gib(job.world.device)}
+    metrics = {SAMPLES: samples / seconds}
     if work is None:
         return metrics
     peak = job.recipe.logging.peak_tflops or peak_tflops(job.world.device, DTYPES[job.recipe.model.dtype])
@@ -45,14 +45,14 @@ def rates(work: Work, seconds: float, peak: float | None) -> dict[str, float]:
     return tflops if peak is None else tflops | {MFU: work.needed / TERA / seconds / peak}
 
 
-def take_peak_memory_gib(device: torch.device) -> float:
-    """The most memory that this rank reserved on its device since the last call; on a CPU, the largest resident size of
-    the process since it began."""
+def take_peak_memory(device: torch.device) -> dict[str, float]:
+    """The metric of the most memory that this rank reserved on its device since the last call; on a CPU, of the largest
+    resident size of the process since it began."""
     if device.type == "cuda":
         reserved = torch.cuda.max_memory_reserved(device)
         torch.cuda.reset_peak_memory_stats(device)
-        return reserved / GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+        return {MEMORY: reserved / GIB}
+    return {MEMORY: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
 
 
 def speed_note(metrics: Mapping[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""What the families have in common: where a forward's tokens are split, and where its output is made whole again."""
+"""The common part of the families: where a forward's tokens are split, and where its output is made whole again."""
 
 from __future__ import annotations
 

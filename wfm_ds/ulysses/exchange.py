@@ -153,7 +153,7 @@ def halo(x: Tensor, group: ProcessGroup) -> Tensor:
         return (torch.cat([above, xs[0], below], 2),)
 
     def folded(gs: Tensors) -> Tensors:
-        """What the neighbours computed with our lines comes home."""
+        """Return what the neighbours computed with this rank's lines to it."""
         above, below = traded(gs[0])
         gradient = gs[0][:, :, 1:-1].clone()
         gradient[:, :, :1] += above

@@ -42,7 +42,7 @@ def chain_from_start(mark: str, word: str) -> list[tuple[str, str]]:
 
 
 def joined(merges: Iterable[tuple[str, str]]) -> list[str]:
-    """What the merges make, each once, in order."""
+    """List what the merges make, each once, in order."""
     return list(dict.fromkeys(left + right for left, right in merges))
 
 

@@ -1,0 +1,56 @@
+import logging
+
+import torch
+from torch import nn
+
+from wfm_ds.engine.flops import on_meta
+from wfm_ds.engine.work import Work, WorkCounter
+
+
+class Network(nn.Module):
+    """Two layers, of which the second trains alone; `data_dependent`: it looks at the values of its input."""
+
+    def __init__(self, data_dependent=False):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+        self.first.requires_grad_(False)
+        self.data_dependent = data_dependent
+
+    def forward(self, hidden_states, scale=1.0):
+        if self.data_dependent and hidden_states.sum().item() > 0:
+            scale = 2.0
+        return (self.second(self.first(hidden_states)) * scale,)
+
+
+def counter(network):
+    return WorkCounter(on_meta(network), checkpointing=False)
+
+
+def note(work, rows, tokens, differentiated):
+    work.note((), {"hidden_states": torch.ones(rows, tokens, 4)}, differentiated=differentiated, adapters=True)
+
+
+def test_batches_sizes_and_gradients_are_counted_as_they_were():
+    work, forward = counter(Network()), 2 * (4 * 8 + 8 * 2)
+    note(work, 3, 5, differentiated=False)
+    note(work, 2, 5, differentiated=False)
+    note(work, 1, 7, differentiated=True)
+    # The first layer is frozen and gets the network's input: only the second one's weights have a gradient.
+    assert work.take() == Work(needed=(5 * 5 + 7) * forward + 7 * 2 * 8 * 2, repeated=0)
+    assert work.take() == Work()
+
+
+def test_what_is_cleared_does_not_count():
+    work = counter(Network())
+    note(work, 3, 5, differentiated=True)
+    work.clear()
+    assert work.take() == Work()
+
+
+def test_a_network_that_looks_at_values_has_no_count_and_is_named_once(caplog):
+    work = counter(Network(data_dependent=True))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            note(work, 1, 1, differentiated=False)
+            assert work.take() is None
+    assert [r.message.startswith("the FLOPs of this denoiser cannot be counted") for r in caplog.records] == [True]

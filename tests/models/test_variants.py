@@ -1,0 +1,110 @@
+"""Folders whose weights are a variant only, `*.bf16.safetensors`, as some repositories are laid out."""
+
+import shutil
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+
+from wfm_ds.checkpoint.export import loading_lines
+from wfm_ds.checkpoint.target import StoredWeights
+from wfm_ds.errors import ModelError
+from wfm_ds.models import registry
+from wfm_ds.models.fingerprint import fingerprint
+from wfm_ds.models.loading import stored_dtype
+from wfm_ds.models.variants import pipeline_variant, variant_in, variant_to_load
+
+BASE = "diffusion_pytorch_model"
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("model.safetensors", None),
+        ("model-00001-of-00002.safetensors", None),
+        ("model.bf16.safetensors", "bf16"),
+        ("model.bf16-00001-of-00002.safetensors", "bf16"),
+        ("model-00001-of-00002.fp16.safetensors", "fp16"),
+        (f"{BASE}.fp16.safetensors", "fp16"),
+    ],
+)
+def test_variants_are_told_by_name(name, variant):
+    assert variant_in(name) == variant
+
+
+def test_weights_without_a_variant_come_first_then_bf16_and_else_there_must_be_one(tmp_path):
+    assert variant_to_load(tmp_path) is None
+    (tmp_path / "model.fp16.safetensors").touch()
+    assert variant_to_load(tmp_path) == "fp16"
+    (tmp_path / "model.fp8.safetensors").touch()
+    with pytest.raises(ModelError, match="the variants fp16, fp8 and no other weights; keep one of them"):
+        variant_to_load(tmp_path)
+    (tmp_path / "model.bf16.safetensors").touch()
+    assert variant_to_load(tmp_path) == "bf16"
+    (tmp_path / "model.safetensors").touch()
+    assert variant_to_load(tmp_path) is None
+
+
+@pytest.fixture(params=["10GB", "100KB"], ids=["one file", "shards"])
+def pair(request, tiny_pipelines, tmp_path):
+    """(a bfloat16 pipeline, the same with nothing but its bf16 variant), as diffusers writes them."""
+    pipeline = DiffusionPipeline.from_pretrained(tiny_pipelines("sana"), torch_dtype=torch.bfloat16)
+    plain, variant = tmp_path / "plain", tmp_path / "variant"
+    pipeline.save_pretrained(plain, max_shard_size=request.param)
+    pipeline.save_pretrained(variant, variant="bf16", max_shard_size=request.param)
+    assert all(variant_in(file.name) == "bf16" for file in variant.rglob("*.safetensors"))
+    return plain, variant
+
+
+def load(folder, **options):
+    return registry.load(folder, dtype=torch.bfloat16, device="cpu", **options)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_variant_loads_to_the_same_weights(pair, mapped):
+    plain, variant = (load(folder, mapped=mapped) for folder in pair)
+    for name in ("transformer", "text_encoder", "vae"):
+        ours = getattr(variant.pipeline, name).state_dict()
+        theirs = getattr(plain.pipeline, name).state_dict()
+        assert ours.keys() == theirs.keys()
+        for key, tensor in theirs.items():
+            assert tensor.dtype == ours[key].dtype, key
+            assert torch.equal(tensor, ours[key]), key
+    assert variant.denoiser.dtype == torch.bfloat16
+
+
+def test_its_dtype_is_known_and_its_tensors_are_read(pair):
+    plain, variant = pair
+    assert stored_dtype(variant / "transformer") == torch.bfloat16
+    name = next(iter(load(variant).denoiser.state_dict()))
+    stored = [StoredWeights(folder / "transformer").tensor(name) for folder in (plain, variant)]
+    assert torch.equal(*stored)
+
+
+def test_weights_that_are_not_loaded_change_neither_dtype_nor_fingerprint(pair):
+    plain, variant = pair
+    before = fingerprint(plain, ["transformer"])
+    wide = torch.nn.Linear(1, 1)
+    from safetensors.torch import save_file
+
+    save_file(wide.state_dict(), plain / "transformer" / f"{BASE}.fp32.safetensors")
+    assert stored_dtype(plain / "transformer") == torch.bfloat16
+    assert fingerprint(plain, ["transformer"]) == before
+    assert fingerprint(variant, ["transformer"]) != before
+    changed = next((variant / "transformer").glob("*.bf16*.safetensors"))
+    known = fingerprint(variant, ["transformer"])
+    changed.write_bytes(changed.read_bytes()[:-1] + b"\x7f")
+    assert fingerprint(variant, ["transformer"]) != known
+
+
+def test_the_lines_that_load_it_name_the_variant(pair):
+    plain, variant = pair
+    assert pipeline_variant(plain) is None
+    assert "variant" not in loading_lines(plain, plain, lora=False)
+    shutil.rmtree(variant / "transformer")  # an export has a transformer of its own
+    shutil.copytree(plain / "transformer", variant / "transformer")
+    lines = loading_lines(variant, variant, lora=False)
+    assert ', variant="bf16")' in lines
+    names = {}
+    exec(lines, names)
+    assert type(names["pipe"].transformer).__name__ == "SanaTransformer2DModel"

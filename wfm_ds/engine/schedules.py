@@ -1,0 +1,27 @@
+"""The schedules of a run, as functions of the update alone. An update is an optimizer step that was applied."""
+
+from __future__ import annotations
+
+import math
+
+from wfm_ds.recipe.sections import OptimizerRecipe
+
+
+def learning_rate(recipe: OptimizerRecipe, update: int, total_updates: int) -> float:
+    """Rate of update 1, 2, ..., total_updates.
+
+    The warm-up line leaves 0 at update 0 and reaches lr at update `warmup_steps`; linear and cosine then fall from lr,
+    in the first update after a run's start or at the end of the warm-up, to final_lr_fraction * lr in the last update.
+    """
+    if update < recipe.warmup_steps:
+        return recipe.lr * update / recipe.warmup_steps
+    peak = max(recipe.warmup_steps, 1)
+    progress = min(1.0, (update - peak) / max(total_updates - peak, 1))
+    falling = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 + 0.5 * math.cos(math.pi * progress)}
+    floor = 1.0 if recipe.schedule == "constant" else recipe.final_lr_fraction
+    return recipe.lr * (floor + (1.0 - floor) * falling[recipe.schedule])
+
+
+def ema_decay(largest: float, update: int) -> float:
+    """Decay of the average after update j = 1, 2, ...: min((1 + j) / (10 + j), largest)."""
+    return min((1 + update) / (10 + update), largest)
