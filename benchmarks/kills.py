@@ -54,7 +54,8 @@ OF_RECIPE = {
     # Decays that depend on the step, so that a counter that began anew would show.
     "nft": ("rollout.group_size=2", "sampling.steps=2", "algorithm.old_decay={initial: 0.3, slope: 0.1, max: 0.9}"),
 }
-CLOCKS = ("time", "perf/samples", "perf/tflops", "perf/mfu", "perf/peak")  # what a metric's name begins with that no two runs have in common
+# What a metric's name begins with that no two runs have in common.
+CLOCKS = ("time", "perf/samples", "perf/tflops", "perf/mfu", "perf/peak")
 # Columns of the result.
 KILLS, IN_SAVE, BEFORE_FIRST = "kills", "inside a save", "before the first checkpoint"
 LOST, EQUAL = "steps to do again, at most", "runs, all equal"
