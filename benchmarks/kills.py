@@ -54,7 +54,7 @@ OF_RECIPE = {
     # Decays that depend on the step, so that a counter that began anew would show.
     "nft": ("rollout.group_size=2", "sampling.steps=2", "algorithm.old_decay={initial: 0.3, slope: 0.1, max: 0.9}"),
 }
-# What a metric's name begins with that no two runs have in common.
+# First words of metrics that no two runs have in common.
 CLOCKS = ("time", "perf/samples", "perf/tflops", "perf/mfu", "perf/peak")
 # Columns of the result.
 KILLS, IN_SAVE, BEFORE_FIRST = "kills", "inside a save", "before the first checkpoint"
@@ -62,14 +62,8 @@ LOST, EQUAL = "steps to do again, at most", "runs, all equal"
 SUMMED = (KILLS, IN_SAVE, BEFORE_FIRST, EQUAL)
 # What a run imports, so that forks need not.
 WARM = (
-    *(
-        "wfm_ds.train",
-        "wfm_ds.training.preflight",
-        "wfm_ds.run.job",
-        "wfm_ds.training.sft",
-        "wfm_ds.training.rl",
-        "wfm_ds.rollout.colocated",
-    ),
+    *("wfm_ds.train", "wfm_ds.training.preflight", "wfm_ds.run.job", "wfm_ds.training.sft", "wfm_ds.training.rl"),
+    "wfm_ds.rollout.colocated",
     *("wfm_ds.training.exporter", "wfm_ds.models.sd3", "wfm_ds.data.digits"),
     "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
     *("transformers.models.t5.modeling_t5", "transformers.models.clip.modeling_clip"),

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wfm_ds import __version__
-from wfm_ds.errors import RunError, UserError
 from wfm_ds.program import program
 
 if TYPE_CHECKING:
@@ -28,8 +27,9 @@ if TYPE_CHECKING:
     from wfm_ds.recipe.schema import Recipe
     from wfm_ds.run.ending import Ending
     from wfm_ds.run.folder import Start
+    from wfm_ds.run.mirror import Mirror
     from wfm_ds.run.result import Outcome
-    from wfm_ds.training.loop import Loop
+    from wfm_ds.run.stored import Copies
 
 log = logging.getLogger("wfm_ds.train")  # run with -m, __name__ is another
 
@@ -89,53 +89,38 @@ def run(recipe: Recipe, stop: StopFlag, *, overwrite: bool) -> int:
     """The whole run on this rank; returns the exit code."""
     import torch.distributed as dist
 
-    from wfm_ds.distributed import lifecycle
-    from wfm_ds.distributed.heartbeat import start
+    from wfm_ds.distributed.lifecycle import write_status
     from wfm_ds.distributed.logs import setup_logging
     from wfm_ds.distributed.world import World
-    from wfm_ds.run.ending import Ending
+    from wfm_ds.run.ending import watched
 
     setup_logging(None, int(os.environ.get("RANK", "0")), console=True)
     stuck_s = 60 * recipe.engine.timeout_minutes
     world = World.join(stuck_s + NAMED_FIRST_S)
-    ending = Ending(recipe.run.output_dir, world)
-    try:
-        # Who is ended by another rank's error has that one's exit code: the launcher reports whichever it sees first.
-        ending.heartbeat = start(
-            world, stuck_s=stuck_s, on_end=ending.judged, exit_process=lambda _: os._exit(ending.error_code)
-        )
-        outcome = prepare_and_train(recipe, world, stop, ending, overwrite=overwrite)
-    except UserError as error:
-        if world.size == 1 or error.agreed:
-            ending.failed(str(error))
-            lifecycle.user_error_exit(str(error), world.rank)
-        lifecycle.user_error_exit(str(error), world.rank, speaks=ending.failed_alone(error))
-    except RunError as error:
-        log.error("%s", error)
-        ending.failed(str(error))
-        return 1
-    except Exception as error:
-        # The border of the process: what nobody expected is recorded and then shown in full.
-        if ending.unexpected(error):
-            return ending.error_code
-        raise
-    ending.reached(outcome)
+    with watched(world, stuck_s=stuck_s) as ending:
+        outcome, copies = prepare_and_train(recipe, world, stop, ending, overwrite=overwrite)
+        is_complete = copies is None or not copies.missing
+        if world.is_main and is_complete:
+            write_status(outcome.status, outcome.step)
     dist.destroy_process_group()
-    return ending.exit_code
+    return 0 if is_complete else 1
 
 
 def prepare_and_train(
     recipe: Recipe, world: World, stop: StopFlag, ending: Ending, *, overwrite: bool = False
-) -> Outcome:
-    """Check and load everything on all ranks, only then create, clear or open the output folder, and train."""
+) -> tuple[Outcome, Copies | None]:
+    """Check and load everything on all ranks, only then create, clear or open the output folder, and train.
+
+    Returns what the loop reached and, with checkpoint.storage, what became of the copies.
+    """
     from wfm_ds.data.shared import read_on_main
     from wfm_ds.distributed.logs import setup_logging
     from wfm_ds.distributed.world import ranks_per_node
     from wfm_ds.recipe.derived import num_replicas
+    from wfm_ds.run.ending import take_back
     from wfm_ds.run.folder import locked
     from wfm_ds.run.model import load_model
-    from wfm_ds.run.stored import finish, open_mirror, opened, require_storage
-    from wfm_ds.training.build import reward_endpoint
+    from wfm_ds.run.stored import open_mirror, opened, require_storage
     from wfm_ds.training.preflight import preflight
 
     folder = recipe.run.output_dir
@@ -143,7 +128,7 @@ def prepare_and_train(
     world = world.in_replicas(recipe.engine.sequence_parallel)
     start = agreed_start(recipe, world, overwrite=overwrite)
     if start.finished:
-        return finished_before(recipe, world, start, ending)
+        return finished_before(recipe, world, start)
     world.checked(lambda: require_storage(recipe), on="main")
     data = read_on_main(world, lambda: preflight(recipe, world.size))
     model = world.checked(lambda: load_model(recipe, world.device))
@@ -155,23 +140,15 @@ def prepare_and_train(
         start = agreed_start(recipe, world, overwrite=overwrite)
         if start.finished:
             held.close()
-            return finished_before(recipe, world, start, ending)
+            return finished_before(recipe, world, start)
         mirror = open_mirror(recipe, world)
         start = opened(recipe, world, mirror, start, overwrite=overwrite)
-        ending.start, ending.mirror = start, mirror
-        setup_logging(folder, world.rank, console=recipe.logging.console)
-        endpoint = held.enter_context(reward_endpoint(recipe, world))
-        try:
-            outcome = train(recipe, world, stop, model, data, endpoint, ending)
-        except (RunError, UserError) as error:
-            if (error.agreed or world.size == 1) and ending.loop is not None:
-                ending.copies = finish(recipe, world, mirror)
-            raise
-        ending.copies = finish(recipe, world, mirror)
-        return outcome
+        with ending.recording(take_back(folder, start)):
+            setup_logging(folder, world.rank, console=recipe.logging.console)
+            return train(recipe, world, stop, model, data, start, mirror, ending)
 
 
-def finished_before(recipe: Recipe, world: World, start: Start, ending: Ending) -> Outcome:
+def finished_before(recipe: Recipe, world: World, start: Start) -> tuple[Outcome, Copies | None]:
     """Say that there is nothing to do, and send to the storage what it lacks. The caller does not hold the lock."""
     from wfm_ds.run.result import Outcome
     from wfm_ds.run.stored import send_rest
@@ -179,8 +156,7 @@ def finished_before(recipe: Recipe, world: World, start: Start, ending: Ending) 
     folder, storage = recipe.run.output_dir, recipe.checkpoint.storage
     where = folder if folder.exists() or storage is None else storage
     log.info("%s holds this run, finished with step %d: nothing to do", where, start.step)
-    ending.copies = send_rest(recipe, world, start.step)
-    return Outcome("finished", start.step)
+    return Outcome("finished", start.step), send_rest(recipe, world, start.step)
 
 
 def agreed_start(recipe: Recipe, world: World, *, overwrite: bool) -> Start:
@@ -197,46 +173,26 @@ def train(
     stop: StopFlag,
     model: DiffusionModel,
     data: TrainingData,
-    endpoint: str | None,
+    start: Start,
+    mirror: Mirror | None,
     ending: Ending,
-) -> Outcome:
-    """Wrap the denoiser, run the recipe's loop, evaluate and export. Every rank returns the same outcome."""
+) -> tuple[Outcome, Copies | None]:
+    """Wrap the denoiser and run the recipe's loop to its end. Every rank returns the same."""
+    from wfm_ds.run.ending import recorded
     from wfm_ds.run.stored import discard_fetched
-    from wfm_ds.training.build import open_job, reinforcement, rl_algorithm, supervision
-    from wfm_ds.training.checkpoints import Checkpoints
-    from wfm_ds.training.exporter import Exporter
+    from wfm_ds.training.build import build_loop
 
-    start = ending.start
-    assert start is not None
-    algorithm = rl_algorithm(recipe, model)
-    with contextlib.ExitStack() as resources:
-        job = open_job(recipe, world, stop, model, data, start, resources)
-        job.mirror = ending.mirror
-        exporter, checkpoints = Exporter(job), Checkpoints(job)
-        loop: Loop
-        if algorithm is not None:
-            loop = reinforcement(job, algorithm, data, exporter, checkpoints, endpoint, resources)
-        else:
-            loop = supervision(job, data, exporter, checkpoints, resources)
+    with contextlib.ExitStack() as building:
+        loop = build_loop(recipe, world, stop, model, data, start, mirror, building)
         if start.checkpoint is not None:
-            checkpoints.restore(loop, Path(start.checkpoint))
+            loop.checkpoints.restore(loop, Path(start.checkpoint))
             discard_fetched(recipe, world)
-        world.checked(lambda: ending.mirror.start() if ending.mirror is not None else None, on="main")
-        ending.loop, ending.exporter = loop, exporter
-        try:
+        world.checked(lambda: mirror.start() if mirror is not None else None, on="main")
+        resources = building.pop_all()
+    with recorded(ending, recipe, mirror, loop, loop.exporter) as record:
+        with resources:  # closed before the copies are waited for: these are of whole files
             outcome = loop.run()
-        except RunError:  # raised on all ranks alike; the weights are those of the last good step
-            checkpoints.finish()
-            exporter.at_end(loop.step)
-            raise
-        checkpoints.finish()
-        exporter.at_end(outcome.step)
-        # Who asks a run to stop does not wait for an evaluation.
-        evaluation = loop.validator.at_end(outcome.step) if outcome.status == "finished" else {}
-        job.monitor.message(
-            f"{outcome.status} at step {outcome.step}; result in {recipe.run.output_dir / 'result.json'}"
-        )
-    return dataclasses.replace(outcome, metrics={**outcome.metrics, **evaluation})
+        return outcome, record.ended(outcome)
 
 
 if __name__ == "__main__":

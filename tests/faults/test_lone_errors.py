@@ -24,7 +24,7 @@ WAIT_S = 300.0
 def test_the_rank_that_has_the_error_says_it_and_the_others_end_with_its_exit_code():
     """Over real sockets; that the other process is left to end shows as a call with its exit code."""
     roll = Roll(RollCall(2, silent_s=WAIT_S, stuck_s=WAIT_S, awake_s=WAIT_S), "127.0.0.1")
-    endings = [Ending(Path("nowhere"), World(rank, 2, rank, torch.device("cpu"), None)) for rank in (0, 1)]
+    endings = [Ending(World(rank, 2, rank, torch.device("cpu"), None)) for rank in (0, 1)]
     left, codes = threading.Event(), []
 
     def leave(code):
@@ -36,11 +36,11 @@ def test_the_rank_that_has_the_error_says_it_and_the_others_end_with_its_exit_co
             ("127.0.0.1", roll.port),
             roll.token,
             rank,
-            on_end=ending.judged,
+            on_end=ending.ended_by_fault,
             roll=None if rank else roll,
             exit_process=leave,
         )
-    assert endings[1].failed_alone(DataError("clip.mp4: cannot be decoded"))
+    assert endings[1].cause_of(DataError("clip.mp4: cannot be decoded")).is_own
     assert left.wait(WAIT_S)
     assert codes == [(1, 2)]
 

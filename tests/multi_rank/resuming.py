@@ -53,9 +53,7 @@ def train_on_rank(recipe, overrides, stop_at=None, save_at=None):
 
     world = World.join()
     loaded = recipe_file.load(Path(recipe), overrides)
-    ending = Ending(loaded.run.output_dir, world)
-    outcome = prepare_and_train(loaded, world, StopAt(), ending)
-    ending.reached(outcome)
+    outcome, _ = prepare_and_train(loaded, world, StopAt(), Ending(world))
     return {"status": outcome.status, "step": outcome.step, "metrics": dict(outcome.metrics)}
 
 

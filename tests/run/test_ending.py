@@ -4,19 +4,78 @@ import json
 import threading
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from wfm_ds.distributed.world import World
-from wfm_ds.run.ending import Ending
-from wfm_ds.run.folder import Start
+from wfm_ds.errors import RunError, UserError
+from wfm_ds.run.ending import Ending, recorded, take_back, watched
+from wfm_ds.run.folder import Start, claim
+
+ALONE = World(0, 1, 0, torch.device("cpu"), None)
 
 
-def test_the_first_of_two_failures_is_recorded(tmp_path):
-    ending = Ending(tmp_path, World(0, 1, 0, torch.device("cpu"), None))
-    ending.start, ending.loop = Start(), SimpleNamespace(step=3, metrics={})
-    ending.judged("rank 1 is gone")
-    late = threading.Thread(target=ending.failed, args=["RuntimeError: Connection closed by peer"])
-    late.start()
-    late.join()
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert (result["status"], result["step"], result["message"]) == ("failed", 3, "rank 1 is gone")
+@pytest.fixture
+def recipe(tmp_path):
+    return SimpleNamespace(run=SimpleNamespace(output_dir=tmp_path), checkpoint=SimpleNamespace(storage=None))
+
+
+LOOP, EXPORTS = SimpleNamespace(step=3, metrics={"loss": 0.5}), SimpleNamespace(artifacts={"lora": "there"})
+
+
+def result(folder):
+    return json.loads((folder / "result.json").read_text())
+
+
+def fail(error):
+    raise error
+
+
+def test_the_first_of_two_failures_is_recorded(recipe, tmp_path):
+    ending = Ending(ALONE)
+
+    def both():
+        heartbeat = threading.Thread(target=ending.ended_by_fault, args=["rank 1 is gone"])
+        heartbeat.start()
+        heartbeat.join()
+        raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(RuntimeError, match="closed"), recorded(ending, recipe, None, LOOP, EXPORTS):
+        both()
+    said = result(tmp_path)
+    assert (said["status"], said["step"], said["message"]) == ("failed", 3, "rank 1 is gone")
+    assert (said["metrics"], said["artifacts"]) == ({"loss": 0.5}, {"lora": "there"})
+
+
+def test_a_failure_is_recorded_by_the_innermost_context_alone(recipe, tmp_path):
+    ending = Ending(ALONE)
+    (tmp_path / "recipe.yaml").write_text("mine")
+    claim(tmp_path)
+    loop = recorded(ending, recipe, None, LOOP, EXPORTS)
+    with pytest.raises(RunError), ending.recording(take_back(tmp_path, Start())), loop:
+        fail(RunError("nothing is finished"))
+    assert result(tmp_path)["message"] == "nothing is finished"
+    assert (tmp_path / "recipe.yaml").exists()
+
+
+@pytest.mark.parametrize(("start", "stays"), [(Start(), False), (Start(checkpoint="there", step=2), True)])
+def test_a_new_run_that_fails_before_its_first_step_leaves_the_folder_as_it_was(tmp_path, start, stays):
+    claim(tmp_path)
+    (tmp_path / "recipe.yaml").write_text("mine")
+    with pytest.raises(UserError), Ending(ALONE).recording(take_back(tmp_path, start)):
+        fail(UserError("no such reward"))
+    assert (tmp_path / "recipe.yaml").exists() is stays
+    assert not (tmp_path / "result.json").exists()
+
+
+@pytest.mark.parametrize(("error", "code"), [(UserError("mend it"), 2), (RunError("over"), 1)])
+def test_errors_that_are_said_leave_with_an_exit_code(error, code, capsys):
+    with pytest.raises(SystemExit) as left, watched(ALONE, stuck_s=60.0):
+        fail(error)
+    assert left.value.code == code
+    assert capsys.readouterr().err == ("error: mend it\n" if code == 2 else "")
+
+
+def test_an_error_that_nobody_expected_leaves_as_it_is():
+    with pytest.raises(ZeroDivisionError), watched(ALONE, stuck_s=60.0):
+        fail(ZeroDivisionError())

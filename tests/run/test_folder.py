@@ -117,7 +117,7 @@ def test_an_empty_path_is_not_the_working_directory(recipe, key):
 def test_a_path_that_no_system_takes_is_one_sentence(recipe, root):
     for key in ("data.path", "run.output_dir"):
         for path in ("a" * 100_000, "a/" * 50_000):
-            with pytest.raises(RecipeError, match="a path has at most 3500 bytes, this one has (99999|100000)"):
+            with pytest.raises(RecipeError, match=r"a path has at most 3500 bytes, this one has (99999|100000)"):
                 recipe_file.load(root / "recipes" / "tiny" / "sd3_nft.yaml", [f"{key}={path}"])
     # From a file system that takes less than the recipe allows.
     with pytest.raises(RecipeError, match=r"\(1,002 characters\): File name too long; name another folder") as caught:

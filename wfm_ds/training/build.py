@@ -27,6 +27,8 @@ from wfm_ds.rollout.source import async_source
 from wfm_ds.run.folder import Start
 from wfm_ds.run.job import Job
 from wfm_ds.training.caches import drop_idle_encoders, latent_cache, needed_texts, text_cache
+from wfm_ds.training.checkpoints import Checkpoints
+from wfm_ds.training.exporter import Exporter
 from wfm_ds.training.rl import RlLoop
 from wfm_ds.training.sft import SftLoop, ValidationLoss, clean_latents
 from wfm_ds.training.validation import Validator
@@ -34,8 +36,8 @@ from wfm_ds.training.validation import Validator
 if TYPE_CHECKING:
     from wfm_ds.rollout.base import Source
     from wfm_ds.rollout.groups import GroupSource
-    from wfm_ds.training.checkpoints import Checkpoints
-    from wfm_ds.training.exporter import Exporter
+    from wfm_ds.run.mirror import Mirror
+    from wfm_ds.training.loop import Loop
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +73,7 @@ def open_job(
     model: DiffusionModel,
     data: TrainingData,
     start: Start,
+    mirror: Mirror | None,
     resources: ExitStack,
 ) -> Job:
     """The engine around the denoiser, the caches, and the run's log, which `resources` closes. Collective."""
@@ -102,7 +105,28 @@ def open_job(
         texts=texts,
         latents=latents,
         monitor=monitor,
+        mirror=mirror,
     )
+
+
+def build_loop(
+    recipe: Recipe,
+    world: World,
+    stop: StopFlag,
+    model: DiffusionModel,
+    data: TrainingData,
+    start: Start,
+    mirror: Mirror | None,
+    resources: ExitStack,
+) -> Loop:
+    """The recipe's loop with all that it uses, before its first step; `resources` ends what it started. Collective."""
+    algorithm = rl_algorithm(recipe, model)
+    endpoint = resources.enter_context(reward_endpoint(recipe, world))  # it loads while the engine is built
+    job = open_job(recipe, world, stop, model, data, start, mirror, resources)
+    exporter, checkpoints = Exporter(job), Checkpoints(job)
+    if algorithm is None:
+        return supervision(job, data, exporter, checkpoints, resources)
+    return reinforcement(job, algorithm, data, exporter, checkpoints, endpoint, resources)
 
 
 @contextlib.contextmanager

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from wfm_ds.errors import RunError
 from wfm_ds.monitoring.meter import Meter
 from wfm_ds.run.job import Job
 from wfm_ds.run.result import Outcome
@@ -25,6 +27,25 @@ class Loop(ABC):
         self.metrics: Mapping[str, float] = {}  # of the last step done
 
     def run(self) -> Outcome:
+        """`train`, then export the last weights and, if all steps are done, evaluate them."""
+        try:
+            outcome = self.train()
+        except RunError:  # raised on all ranks alike; the weights are those of the last good step
+            self.keep()
+            raise
+        self.keep()
+        # Who asks a run to stop does not wait for an evaluation.
+        evaluation = self.validator.at_end(outcome.step) if outcome.status == "finished" else {}
+        result = self.job.recipe.run.output_dir / "result.json"
+        self.job.monitor.message(f"{outcome.status} at step {outcome.step}; result in {result}")
+        return replace(outcome, metrics={**outcome.metrics, **evaluation})
+
+    def keep(self) -> None:
+        """Complete the checkpoint that is under way, and export the weights."""
+        self.checkpoints.finish()
+        self.exporter.at_end(self.step)
+
+    def train(self) -> Outcome:
         """Train to the recipe's last step, or until a rank is asked to stop; then save and say `preempted`."""
         job = self.job
         self.begin()
@@ -33,15 +54,19 @@ class Loop(ABC):
             if stop or not self.wait(self.step + 1):
                 self.checkpoints.at_stop(self)
                 return Outcome("preempted", self.step, self.metrics)
-            self.step += 1
-            report = self.train_on(self.step)
-            self.validator.after_step(self.step)
-            self.exporter.after_step(self.step)
-            agreed = finish_step(job, self.step, report, writing=self.checkpoints.is_writing)
-            self.metrics = report.last
-            self.checkpoints.after_step(self, agreed)  # last: the step's metrics belong to it
-            stop = agreed.stop
+            stop = self.advance()
         return Outcome("finished", self.step, self.metrics)
+
+    def advance(self) -> bool:
+        """Do the next step and all that is due after it. True if a rank is asked to stop."""
+        self.step += 1
+        report = self.train_on(self.step)
+        self.validator.after_step(self.step)
+        self.exporter.after_step(self.step)
+        agreed = finish_step(self.job, self.step, report, writing=self.checkpoints.is_writing)
+        self.metrics = report.last
+        self.checkpoints.after_step(self, agreed)  # last: the step's metrics belong to it
+        return agreed.stop
 
     def begin(self) -> None:
         """Evaluate the weights of the start where the recipe asks for it, and start the clocks."""
