@@ -31,7 +31,7 @@ UNCONDITIONAL = "uncond"  # the purpose of the forwards that guidance contrasts 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What the denoiser is told about B samples, and what guidance contrasts that with."""
+    """The inputs of the denoiser about B samples, and those that guidance contrasts them with."""
 
     conditioning: Conditioning
     contrast: Conditioning | None  # None: no expert is guided
@@ -127,7 +127,7 @@ class Sampler:
 
 
 def finite_samples(latents: Tensor) -> list[bool]:
-    """Of each sample of [B, ...], whether all of it is finite."""
+    """For each sample of [B, ...], say whether all of it is finite."""
     finite: list[bool] = latents.flatten(1).isfinite().all(1).tolist()
     return finite
 
