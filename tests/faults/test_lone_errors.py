@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from wfm_ds.data.digits import write_digits
-from wfm_ds.distributed.fault import RollCall
+from wfm_ds.distributed.fault import RankStates
 from wfm_ds.distributed.heartbeat import Heartbeat, Roll
 from wfm_ds.distributed.world import World
 from wfm_ds.errors import DataError
@@ -23,7 +23,7 @@ WAIT_S = 300.0
 
 def test_the_rank_that_has_the_error_says_it_and_the_others_end_with_its_exit_code():
     """Over real sockets; that the other process is left to end shows as a call with its exit code."""
-    roll = Roll(RollCall(2, silent_s=WAIT_S, stuck_s=WAIT_S, awake_s=WAIT_S), "127.0.0.1")
+    roll = Roll(RankStates(2, silent_s=WAIT_S, stuck_s=WAIT_S, awake_s=WAIT_S), "127.0.0.1")
     endings = [Ending(World(rank, 2, rank, torch.device("cpu"), None)) for rank in (0, 1)]
     left, codes = threading.Event(), []
 
