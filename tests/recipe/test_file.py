@@ -310,9 +310,11 @@ def test_a_bad_override_is_named(errors, word, message):
 
 # ---- writing
 
-TEXT = st.text(min_size=1, max_size=12) | st.sampled_from(
+FIT = st.characters(codec="utf-8", exclude_characters="\0")
+TEXT = st.text(FIT, min_size=1, max_size=12) | st.sampled_from(
     ["1e-4", "on", "null", "2024-01-01", "~", "0x1", ": a", "- b"]
 )
+ALPHAS = st.floats(min_value=0.1, allow_infinity=False)
 OPTIONS = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
