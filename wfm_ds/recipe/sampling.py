@@ -104,7 +104,7 @@ class SamplingRecipe(Section):
     fps: PositiveFloat = 16.0
     """Frames per second at which generated videos are written, shown, and given to the rewards. The model does not
     see it."""
-    steps: PositiveInt = 10
+    steps: Annotated[PositiveInt, Field(le=10_000)] = 10
     """Denoising steps of a rollout."""
     solver: Literal["ode", "dpm2", "flow_sde", "dance", "cps", "edm_2ab", "edm_euler"] = "ode"
     """Rollout solver: deterministic `ode` (Euler) or `dpm2` (second-order multistep); stochastic `flow_sde`
@@ -126,7 +126,7 @@ class SamplingRecipe(Section):
     """EDM solvers: noise is added at levels below this one only. Unset: no bound."""
     s_noise: PositiveFloat | None = None
     """EDM solvers: factor of the added noise's standard deviation. Unset: 1."""
-    eval_steps: PositiveInt = 40
+    eval_steps: Annotated[PositiveInt, Field(le=10_000)] = 40
     """Denoising steps in validation and samples."""
     eval_solver: Literal["ode", "dpm2"] | None = None
     """Solver of validation and samples: `ode` (Euler) or `dpm2` (second-order multistep). Unset: dpm2 where the
