@@ -219,6 +219,6 @@ CASES = (
 
 
 def relative_errors(case: Case, i: Inputs, outputs: Outputs) -> list[float]:
-    """Of each output against float64, in norm; not finite where the output is not."""
+    """Return the relative error in norm of each output against float64; not finite where the output is not."""
     pairs = zip(outputs, case.truth(i), strict=True)
     return [((got.detach().double() - want).norm() / want.norm()).item() for got, want in pairs]

@@ -113,7 +113,7 @@ def save(folder: Path) -> None:
     live = {"seconds": time.perf_counter() - began, "peak MiB": resident_mib("VmHWM") - before}
 
     def write(making: Path) -> list[Path]:
-        with (folder / "turn").open("w") as turn:  # one rank after the other: a laptop has not room for both copies
+        with (folder / "turn").open("w") as turn:  # one rank at a time: a laptop lacks the memory for both copies
             fcntl.flock(turn, fcntl.LOCK_EX)
             return capture(engine, {}, target, torch.float32).write(making)
 
@@ -124,7 +124,7 @@ def save(folder: Path) -> None:
 
 
 def fill_optimizer(engine: DenoiserEngine) -> None:
-    """What a step would leave: moments, here zeros that take no memory while nobody writes to them, and weights that
+    """Leave the state of a step: moments, here zeros that take no memory while nobody writes to them, and weights that
     are not the base's."""
     import numpy as np
     import torch
@@ -153,7 +153,7 @@ def resident_mib(what: str) -> float:
 
 
 def by_deepspeed(folder: Path) -> None:
-    """What its users do with its checkpoints."""
+    """Convert as users of DeepSpeed convert its checkpoints."""
     from deepspeed.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint
     from diffusers import SD3Transformer2DModel
 
@@ -170,7 +170,7 @@ def by_convert(folder: Path) -> None:
 
 
 def imports(folder: Path) -> None:
-    """What both conversions import, and nothing else."""
+    """Import only what both conversions import."""
     for name in ("wfm_ds.checkpoint.offline", "deepspeed", "diffusers.models.transformers.transformer_sd3"):
         importlib.import_module(name)
 
@@ -210,7 +210,7 @@ def report_self(folder: Path) -> None:
 
 
 def same_weights(folder: Path) -> bool:
-    """Whether all exports hold the same tensors, bit for bit."""
+    """Return whether all exports hold the same tensors, bit for bit."""
     with contextlib.ExitStack() as held:
         theirs, *ours = ([*sorted((folder / export / "transformer").glob("*.safetensors"))] for export in EXPORTS)
         want = opened(theirs, held)

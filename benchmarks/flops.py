@@ -1,4 +1,4 @@
-"""What a training step costs, counted and not timed.
+"""The FLOPs of a training step, counted and not timed.
 
 python -m benchmarks.flops RECIPE [section.key=value ...]     one recipe, purpose by purpose
 python -m benchmarks.flops RECIPE RECIPE ...                  one row a recipe
@@ -101,7 +101,7 @@ def latent_shape(recipe: Recipe, model: DiffusionModel) -> tuple[int, ...]:
 
 
 def step_forwards(recipe: Recipe, derived: Derived, model: DiffusionModel) -> list[dict[str, Forwards]]:
-    """Of one rank, by step of the run; one step of SFT stands for all."""
+    """Yield the forwards of one rank, by step of the run; one step of SFT stands for all."""
     if not recipe.is_rl:
         return [sft_step(recipe, derived)]
     algorithm = build_rl(recipe, model.sigmas(recipe.sampling.steps, latent_shape(recipe, model)))

@@ -36,7 +36,7 @@ class AtFile:
 
 @dataclass(frozen=True, slots=True)
 class AtTime:
-    """Kill so many seconds after the start."""
+    """Kill this many seconds after the start."""
 
     seconds: float
 
@@ -47,7 +47,7 @@ Moment = AtFile | AtTime | None
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a start of the ranks ended."""
+    """The end of one start of the ranks."""
 
     exit_codes: tuple[int, ...]  # by rank; -9 if it was killed
     seconds: float
@@ -89,7 +89,7 @@ def start(arguments: Sequence[str], num_ranks: int, *, moment: Moment, watched: 
 
 
 def is_legitimate(codes: Sequence[int], moment: Moment) -> bool:
-    """Whether the ranks may end with these exit codes: all with the same, or, killed at a time, some before the kill
+    """Return whether the ranks may end with these exit codes: all with the same, or, killed at a time, some before the kill
     reached them: with 0 because they were done, with 1 because the heartbeat missed another rank."""
     if len(set(codes)) == 1:
         return True
@@ -101,7 +101,7 @@ def _kill(group: int) -> None:
 
 
 def _wait(pids: Sequence[int], timeout_s: float) -> bool:
-    """Whether all of them ended in time; reaps none."""
+    """Wait for all of them. False if one did not end in time. Reaps none."""
     until, descriptors = time.monotonic() + timeout_s, [os.pidfd_open(pid) for pid in pids]
     left = list(descriptors)
     try:

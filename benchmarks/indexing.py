@@ -1,4 +1,4 @@
-"""What a start costs that finds a large paired folder: `python -m benchmarks.indexing [--samples 100000]`.
+"""The cost of finding a large paired folder at a start: `python -m benchmarks.indexing [--samples 100000]`.
 
 Two ranks on a CPU each measure the processor time and the memory of their own until they have all samples:
 

@@ -80,7 +80,7 @@ class StudyError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What all runs have in common, made once below a folder."""
+    """Files that all runs have in common, made once below a folder."""
 
     folder: Path
 
@@ -97,7 +97,7 @@ class Inputs:
         return self.folder / "reward"
 
     def overrides(self, kind: str, stage: int) -> list[str]:
-        """Of a case's recipe."""
+        """Return the overrides of a case's recipe."""
         name, lora = KINDS[kind]
         of_data = [f"data.path={self.images}"]
         if name == "nft":
@@ -142,7 +142,7 @@ class Run:
             raise StudyError(f"{self.folder}: continued after the steps {continued}, checkpoints were {allowed}")
 
     def examine(self, want: Sequence[dict[str, Any]]) -> dict[str, int]:
-        """What a kill left. Raises StudyError unless a run can go on from it and has lost nothing."""
+        """Examine what a kill left. Raises StudyError unless a run can continue from it and has lost nothing."""
         lines = records(self.folder)
         if lines != list(want[: len(lines)]):
             raise StudyError(f"{self.folder}: its {len(lines)} lines of metrics are not those of the run left alone")
@@ -246,7 +246,7 @@ def drawn(draw: random.Random, number: int, kills: int, undisturbed: Ended) -> M
 
 
 def all_cases(folder: Path, kills: int, early: int, seed: int, result: Path) -> None:
-    """In the process that forks: every case, and their rows as JSON in `result`."""
+    """Run every case in the process that forks, and write their rows as JSON to `result`."""
     for name in WARM:
         importlib.import_module(name)
     draw, rows = random.Random(seed), []

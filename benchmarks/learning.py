@@ -127,7 +127,7 @@ def row(name: str, runs: Sequence[Path], controls: Sequence[Path] = ()) -> dict[
 
 
 def forwards_an_image(recipe: Path) -> dict[str, float]:
-    """What a generated image costs in samples through the denoiser, validation left out."""
+    """Samples through the denoiser for each generated image, validation left out."""
     loaded = recipe_file.load(recipe)
     model = registry.load(loaded.model.path, dtype=torch.float32, device="cpu")
     steps = step_forwards(loaded, derive(loaded, 1), model)

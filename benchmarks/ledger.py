@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def turns(waiting: Sequence[int], num_turns: int, rounds: int) -> list[dict[str, Any]]:
-    """Microseconds of a turn with so many tasks waiting: a task is done, another one comes."""
+    """Microseconds of a turn with this many tasks waiting: a task is done, another one comes."""
     rows = []
     for count in waiting:
         peers = {"scan": filled(ScanningLedger, count), "ledger": filled(Ledger, count)}
@@ -77,7 +77,7 @@ def turns(waiting: Sequence[int], num_turns: int, rounds: int) -> list[dict[str,
 
 
 def drains(count: int) -> list[dict[str, Any]]:
-    """Seconds until so many tasks are done, one in each turn."""
+    """Seconds until this many tasks are done, one in each turn."""
     rows = []
     for name, kind in (("scan", ScanningLedger), ("ledger", Ledger)):
         ledger = filled(kind, count)
@@ -90,7 +90,7 @@ def drains(count: int) -> list[dict[str, Any]]:
 
 
 def filled(kind: type[Ledger], count: int) -> Ledger:
-    """A ledger with so many tasks, of which a worker holds as many as it may."""
+    """A ledger with this many tasks, of which a worker holds as many as it may."""
     ledger = kind({KIND: HOURS_S}, max_waiting=2 * count, max_bytes=2**40)
     for number in range(count):
         ledger.submit(a_task(str(number)))

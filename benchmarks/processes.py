@@ -14,7 +14,7 @@ from wfm_ds.distributed.world import free_port
 
 
 def run_ranks(module: str, arguments: Sequence[str], ranks: int, folder: Path) -> list[Any]:
-    """What the processes `python -m MODULE --rank FILE ARGUMENTS` wrote to their files, by rank. On a CPU.
+    """Run `python -m MODULE --rank FILE ARGUMENTS` as ranks on a CPU and return what each wrote to its file, by rank.
 
     Raises SystemExit if one of them fails.
     """

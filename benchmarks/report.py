@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, Any]:
-    """What a number cannot be read without."""
+    """Describe the machine that a number was measured on."""
     about: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "revision": _revision(),

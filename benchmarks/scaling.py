@@ -1,4 +1,4 @@
-"""What ranks send each other, counted; and what a step would take on many GPUs: `python -m benchmarks.scaling`.
+"""Bytes between ranks, counted, and the time of a step on many GPUs, predicted: `python -m benchmarks.scaling`.
 
     python -m benchmarks.scaling count                       real steps of a small SD3 on 1, 2 and 4 ranks of a CPU
     python -m benchmarks.scaling predict [--model wan14b]    the time of a step on 8 to 1024 GPUs
@@ -58,7 +58,7 @@ class Cluster:
         )
 
     def seconds(self, kind: str, payload: float, calls: float, ranks: int) -> float:
-        """Of `calls` collectives over `ranks` GPUs with so many bytes together.
+        """Return the seconds of `calls` collectives over `ranks` GPUs that carry `payload` bytes together.
 
         Within a node at NVLink's speed. Over several, a ring for each GPU of a node leaves it by that GPU's adapter:
         together they pass every byte between two nodes at the speed of all adapters, if NVLink is no slower.
@@ -69,7 +69,7 @@ class Cluster:
         return on_the_wire(kind, payload, ranks) / bandwidth + calls * latency
 
     def lines(self) -> list[str]:
-        """What a prediction rests on, for the reader."""
+        """Lines that tell the reader what a prediction rests on."""
         return [
             f"{self.name}, {self.gpus_per_node} GPUs a node; of a GPU {self.flops / 1e12:.0f} TFLOP/s, "
             f"{self.nvlink / 1e9:.0f} GB/s of NVLink and {self.network / 1e9:.0f} GB/s of network are reached",
@@ -83,7 +83,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one GPU does in a step, whatever the number of GPUs."""
+    """Work of one GPU in a step, whatever the number of GPUs."""
 
     title: str
     network: Network

@@ -164,7 +164,7 @@ def expected(case: Case, world: int, found: dict[str, Any]) -> dict[str, int]:
 
 
 def exchanged(case: Case, element_bytes: int, rank: int) -> int:
-    """Of the small SD3: joint attention in every block, and the image's own in the first."""
+    """Attentions of the small SD3: joint in every block, and the image's own in the first."""
     from wfm_ds.ulysses.exchange import shares
 
     ranks = case.sequence_parallel

@@ -1,4 +1,4 @@
-"""What a block of code sends to other ranks, counted call by call on this rank: no timing, nothing estimated.
+"""Bytes that a block of code sends to other ranks, counted call by call on this rank: no timing, no estimate.
 
 Every collective of torch.distributed reaches the dispatcher as an operator of the namespace c10d, whoever called it;
 DeepSpeed's run on the thread that trains, also those of its backward hooks.
@@ -41,7 +41,7 @@ class CountedTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context; `found()` afterwards. Raises KeyError for a collective that it does not know."""
 
     def __init__(self, control_bytes: int = 0) -> None:
-        """control_bytes: calls with at most so many bytes are counted as of the kind "control": flags and norms."""
+        """control_bytes: calls with at most this many bytes are counted as "control": flags and norms."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.control_bytes = control_bytes
         self.calls: Counter[str] = Counter()

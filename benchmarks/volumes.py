@@ -1,4 +1,4 @@
-"""How many bytes an optimizer step sends, by kind, as formulas; a test holds them to the counts of real runs.
+"""Bytes that an optimizer step sends, by kind, as formulas; a test compares them with the counts of real runs.
 
 Payload of a call as traffic.py counts it, on one rank. Gradients travel in float32, weights in the dtype of training.
 What ZeRO-3 gathers in the backward pass of a LoRA is not known in advance: DeepSpeed gathers what lies behind the first
@@ -29,7 +29,7 @@ class Network:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How it is trained."""
+    """Settings of the training."""
 
     stage: int  # of ZeRO
     world: int
@@ -45,7 +45,7 @@ def padded(numels: Sequence[int], world: int) -> int:
 
 
 def zero_bytes(network: Network, setting: Setting) -> dict[str, int]:
-    """Of ZeRO's collectives in an optimizer step; {} in a world of one."""
+    """Return the bytes of ZeRO's collectives in an optimizer step, by kind; {} in a world of one."""
     if setting.world == 1:
         return {}
     gradients = GRADIENT_BYTES * sum(network.trained)
@@ -73,7 +73,7 @@ def ulysses_bytes(
     element_bytes: int,
     micro_steps: int,
 ) -> int:
-    """Of the all-to-alls of `micro_steps` forwards and backwards of one sample, on one rank.
+    """Return the bytes of the all-to-alls of `micro_steps` forwards and backwards of one sample, on one rank.
 
     attentions: tokens of this rank and of all ranks in each attention. width: of q, k, v and of what attention gives,
     own_width: of this rank's heads. output: elements of this rank's share of the result, which all ranks get.

@@ -157,7 +157,7 @@ def heading(path: KeyPath, title: str) -> str:
 
 
 def optional_note(path: KeyPath) -> str:
-    """When a whole section is needed. Sections that are simply off when left out say so themselves."""
+    """Say when a whole section is needed. A section that is off when left out says so itself."""
     if len(path) > 1:
         return ""
     if path[0] in RL_SECTIONS:

@@ -95,7 +95,7 @@ def nft_loss(
 
 
 def nft_figures(velocity: Tensor, old: Tensor, ref: Tensor | None) -> list[Tensor]:
-    """What a trainer logs beside the loss."""
+    """Figures that a trainer logs beside the loss."""
     deviation = (velocity - old) ** 2
     return [deviation.mean(), deviation.max(), *([] if ref is None else [((old - ref) ** 2).mean()])]
 

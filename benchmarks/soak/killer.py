@@ -39,7 +39,7 @@ class Killer:
 
     family: Family
     draw: random.Random
-    wait: Callable[[float], bool]  # so many seconds, or until the end: True then
+    wait: Callable[[float], bool]  # this many seconds, or until the end: True then
     finished: Callable[[], int]  # samples so far
     sent: Counter[Fault] = field(default_factory=Counter)
     _left: list[Fault] = field(default_factory=list)

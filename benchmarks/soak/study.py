@@ -29,7 +29,7 @@ from benchmarks.soak.samples import CHUNK, PER_STEP, noted
 REPOSITORY = Path(__file__).parents[2]
 LOOK_S, MAPS_EVERY = 1.0, 10  # looks
 START_S, STOP_S, WHOLE_S, END_S = 180.0, 60.0, 120.0, 20.0  # end hangs, and measure nothing
-FAULTS_IN_A_ROW, QUIET_FAULTS = 20, 8  # and so many intervals without
+FAULTS_IN_A_ROW, QUIET_FAULTS = 20, 8  # faults, then intervals without any
 FLAT_FROM = 5000  # samples
 ALL = {"reward service": 1, "reward worker": 2 * SCORERS, "rollout worker": WORKERS}
 

@@ -1,4 +1,4 @@
-"""Which backend a call uses: decided in Python from devices, dtypes and the environment, never from values."""
+"""Choice of the backend of a call: made in Python from devices, dtypes and the environment, never from values."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def stall_s(name: str, config: RewardConfig) -> float:
 
 
 def decoder(channels: int, config: DecoderConfig, folder: Path) -> Program:
-    """The program that makes videos of latents with so many channels, in files of that folder."""
+    """The program that makes videos of latents with this many channels, in files of that folder."""
     settings = {**config.model_dump(), "channels": channels, "folder": str(folder.absolute())}
     title = f"latent decoder {channels}"
     return Program(title, f"decode:{channels}", "wfm_reward.decoder", settings, config.device, 1)

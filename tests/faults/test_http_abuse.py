@@ -172,7 +172,7 @@ def test_more_connections_than_allowed_are_told_so_and_trainers_are_served(servi
 
 @contextlib.contextmanager
 def descriptors(most):
-    """Processes that are started meanwhile may have so many."""
+    """Processes that are started meanwhile may have this many descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     try:

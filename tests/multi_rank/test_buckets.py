@@ -54,7 +54,7 @@ def train(tiny_pipelines, tmp_path):
 
 
 def units(samples, unit, count):
-    """The buckets of the first so many units of a run."""
+    """The buckets of the first units of a run."""
     buckets = Buckets(Framing(height=1, width=1), [(16, 16), (16, 32), (24, 16)])
     order = BucketOrder([buckets.index_of(s.media) for s in samples], unit=unit, seed=0, shuffle=True)
     return [order.place(unit * k).bucket for k in range(count)]

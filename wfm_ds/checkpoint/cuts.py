@@ -59,7 +59,7 @@ class CutStates:
             return {name: json.loads(text) for name, text in self._file(rank).metadata().items()}
 
     def layout(self, rank: int) -> Layout:
-        """How this rank's flats were cut."""
+        """Return the layout of this rank's flats."""
         if rank not in self._layouts:
             self._layouts[rank] = {name: Piece(*numbers) for name, numbers in self.plain(rank)["layout"].items()}
         return self._layouts[rank]

@@ -1,4 +1,4 @@
-"""Which rank is to blame when a run of several ranks cannot go on: what ranks say of themselves, and one sentence.
+"""The rank at fault when a run of several ranks cannot go on, from what the ranks report, and one sentence about it.
 
 Pure: no socket, no clock. heartbeat.py feeds it on rank 0. Three things end a run: a rank whose process or machine is
 gone, a rank that failed by itself, and a rank that runs but does not move while the others wait for it.
@@ -25,7 +25,7 @@ class Fault:
 
 @dataclass(slots=True)
 class RankRecord:
-    """A rank as it was last heard."""
+    """A rank as it last reported."""
 
     rank: int
     where: str  # for the reader: host and process id
@@ -64,17 +64,17 @@ class RankStates:
             member.moves, member.signs, member.doing, member.moved_at_s = moves, signs, doing, now_s
 
     def done(self, rank: int) -> None:
-        """It has finished its part and will say no more."""
+        """Record that the rank has finished its part and will report no more."""
         self.members[rank].state = "done"
 
     def failed(self, rank: int, words: str, is_secondary: bool, now_s: float) -> None:
-        """It ends by an error of its own, or (`is_secondary`) because an exchange with others broke."""
+        """Record the end of a rank by its own error, or (`is_secondary`) because an exchange with others broke."""
         member = self.members[rank]
         member.state, member.words, member.is_secondary = "failed", words, is_secondary
         self._ended(now_s)
 
     def gone(self, rank: int, words: str, now_s: float) -> None:
-        """Its connection is closed, and it had not said that it would end."""
+        """Record that its connection closed although it had not reported its end."""
         member = self.members[rank]
         if member.state == "runs":
             member.state, member.words = "gone", words
@@ -94,7 +94,8 @@ class RankStates:
         return self._blame_stuck(now_s)
 
     def _is_settled(self, now_s: float, ended_at_s: float) -> bool:
-        """If all failures are secondary, the others must have been heard of since, or be silent for too long."""
+        """Return whether the cause is known: when all failures are secondary, only once each other rank has reported
+        since, or has been silent for too long."""
         running, ended = self._in_state("runs"), [*self._in_state("gone"), *self._in_state("failed")]
         is_known = not all(member.is_secondary for member in ended) or all(m.heard_at_s > ended_at_s for m in running)
         return is_known and now_s - ended_at_s >= SETTLE_S

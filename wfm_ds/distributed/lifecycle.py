@@ -1,4 +1,4 @@
-"""How a rank process lives with its launcher: stop on request, end with its parents, report, fail with one message.
+"""Life of a rank process under its launcher: stop on request, end with its parents, report, fail with one message.
 
 launch.py is the other side: it forwards signals, sets WFM_LAUNCH_PID and WFM_STATUS_FILE, and judges the exit.
 """
@@ -63,8 +63,7 @@ _STOP = StopFlag()  # signals belong to the process, so there is one
 
 
 def install_signal_handlers() -> StopFlag:
-    """From here on SIGTERM and SIGINT only raise the returned flag, SIGUSR1 asks it for a save; the same flag at every
-    call.
+    """Make SIGTERM and SIGINT only raise the returned flag, and SIGUSR1 ask it for a save; the same flag at every call.
 
     Call it from the main thread before heavy imports: until then a signal kills the process.
     """

@@ -1,4 +1,4 @@
-"""Where log lines go: one file per rank, and rank 0's console. What is logged is the business of each module."""
+"""Destinations of log lines: one file per rank, and rank 0's console. What is logged is the business of each module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who am I among the ranks, and the few collectives that are not DeepSpeed's: small values over gloo on the CPU.
+"""This rank's place among all, and the few collectives that are not DeepSpeed's: small values over gloo on the CPU.
 
 A replica is the ranks that work on the same samples together, each on its share of the tokens (sequence parallelism):
 `sp_size` neighbours, the first of which is its leader. Data-parallel rank and size count replicas. Work is shared out

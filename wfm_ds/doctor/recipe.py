@@ -35,8 +35,8 @@ STORAGE_ADVICE = (
 
 
 def recipe_findings(recipe: Recipe, world_size: int) -> Iterator[Finding]:
-    """In the order in which a user would mend it. Starts the reward service if the recipe does, and writes and removes
-    an object at checkpoint.storage; writes nothing else."""
+    """Yield the findings in the order in which a user would mend them. Starts the reward service if the recipe does.
+    Writes and removes an object at checkpoint.storage, nothing else."""
     yield from (Finding("recipe", "warning", doubt) for doubt in recipe.algorithm.doubts())
     yield attempt("batch", lambda: batch(recipe, world_size))
     yield attempt("model", lambda: f"{family_of(recipe).__name__}")
@@ -95,7 +95,7 @@ def storage_text(recipe: Recipe) -> str:
 
 
 def estimate(recipe: Recipe, world_size: int) -> Memory:
-    """From the configuration of the denoiser: no weight is read or made. Raises ModelError."""
+    """Estimate from the configuration of the denoiser: no weight is read or made. Raises ModelError."""
     folder = registry.resolve(recipe.model.path, recipe.model.family)
     return memory(recipe, empty_denoiser(folder), family_of(recipe).default_lora_targets, world_size)
 

@@ -216,7 +216,7 @@ class DenoiserEngine:
     # Optimization
 
     def expect(self, num_backwards: int) -> None:
-        """Collective, before an optimizer step's first backward. Expect so many of them, not `accumulation`."""
+        """Expect this many backwards in the next optimizer step, not `accumulation`. Collective, before the first."""
         if num_backwards < 1 or self._num_backwards:
             raise RuntimeError(f"cannot expect {num_backwards} backwards after {self._num_backwards} of a step")
         self._due_backwards = num_backwards
@@ -267,7 +267,7 @@ class DenoiserEngine:
         return StepResult(applied=True, grad_norm=grad_norm, clipped=0 < bound < grad_norm, lr=lr)
 
     def skip(self) -> StepResult:
-        """On all ranks, instead of a step's backwards and `step`: it has no term on any of them, so nothing moves."""
+        """Call on all ranks instead of a step's backwards and `step` if no rank has a term: no weight changes."""
         self._require_train("skip")
         if self._num_backwards:
             raise RuntimeError(f"skip() after {self._num_backwards} backwards of a step")

@@ -36,7 +36,7 @@ class Piece:
 
 
 class Shards:
-    """Where the masters of an initialised DeepSpeed engine lie, at ZeRO stages 1, 2 and 3."""
+    """Shards of an initialised DeepSpeed engine: where its fp32 masters lie, at ZeRO stages 1, 2 and 3."""
 
     def __init__(self, ds: Any) -> None:
         self.ds = ds
@@ -62,7 +62,7 @@ class Shards:
         return flats
 
     def layout(self) -> dict[str, Piece]:
-        """Which elements of which parameter lie where in this rank's flats, by the parameter's name."""
+        """Return the pieces of each parameter that lie in this rank's flats, by the parameter's name."""
         names = {parameter: name for name, parameter in self.ds.module.named_parameters()}
         return {names[parameter]: piece for parameter, piece in self.pieces.items()}
 

@@ -232,7 +232,7 @@ class DiffusionModel(ABC):
         return ((0.0, 1.0),)
 
     def expert_of(self, sigma: float) -> int:
-        """Which expert denoises at this noise level: the index into sigma_ranges. Loops know sigma on the host."""
+        """Return the expert of this noise level: the index into sigma_ranges. Loops know sigma on the host."""
         return next(i for i, (low, _) in enumerate(self.sigma_ranges) if sigma >= low)
 
     def check_denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> None:

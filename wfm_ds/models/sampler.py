@@ -115,7 +115,7 @@ class Sampler:
         return np.concatenate([self.model.to_uint8(self.model.decode(part)) for part in parts]), finite
 
     def decode_batch(self, shape: Sequence[int]) -> int:
-        """How many samples with latents of this shape are decoded at once: pictures one by one, small videos together.
+        """Number of samples with latents of this shape to decode at once: pictures one by one, small videos together.
 
         All videos of a batch would need more memory than the denoiser, a small one alone leaves a device idle.
         """

@@ -28,8 +28,8 @@ def decode(vae: Any, latents: Tensor) -> Tensor:
 
 
 def frames_at_once(vae: Any, num_frames: int) -> int:
-    """How many frames of a video of this many are in the works together while it is decoded: of VAEs that go from one
-    latent frame to the next those of one, else all."""
+    """Number of frames, of a video with this many, that the VAE decodes together: those of one latent frame where it
+    decodes one latent frame after the other, else all."""
     if isinstance(vae, AutoencoderKLWan):
         return min(num_frames, int(vae.config.scale_factor_temporal))
     return num_frames

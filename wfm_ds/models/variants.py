@@ -1,4 +1,4 @@
-"""Which of the safetensors files of a network are the ones to load, by their names.
+"""Choice of the safetensors files of a network that are to be loaded, by their names.
 
 Diffusers and transformers call a second set of weights a variant: `model.bf16.safetensors`, in shards
 `model.bf16-00001-of-00002.safetensors` or, as older releases wrote them, `model-00001-of-00002.bf16.safetensors`. A
@@ -44,7 +44,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def index_file(folder: Path, base: str) -> Path:
-    """Where the index of the shards of `base` (diffusion_pytorch_model, model) is, if they have one."""
+    """Path of the index of the shards of `base` (diffusion_pytorch_model, model), if they have one."""
     variant = variant_to_load(folder)
     return folder / (f"{base}{WEIGHTS}.index.{variant}.json" if variant else f"{base}{WEIGHTS}.index.json")
 

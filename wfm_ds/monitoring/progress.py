@@ -1,4 +1,4 @@
-"""How far a run is and how fast: the arithmetic, and two ways to show it. The clock is the caller's."""
+"""Progress and speed of a run: the arithmetic, and two ways to show it. The clock is the caller's."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def _grid(samples: Sequence[ShownSample], images: Sequence[Picture]) -> Picture:
 
 
 def _samples_per_prompt(samples: Sequence[ShownSample]) -> int:
-    """How many samples in a row share their prompt, if that is the same number for all; else 1."""
+    """Number of successive samples that share their prompt, if that is the same number for all; else 1."""
     runs: list[int] = []
     last = None
     for sample in samples:

@@ -56,7 +56,7 @@ class TaskRequest:
 
 @dataclass(frozen=True, slots=True)
 class TaskOutcome:
-    """How a task ended: `meta` is what the worker returned, or `reason` says why there is nothing."""
+    """End of a task: `meta` is what the worker returned, or `reason` says why there is nothing."""
 
     id: str
     ok: bool

@@ -48,7 +48,7 @@ class LeaseHolder:
     leases: dict[str, Lease] = field(default_factory=dict)
 
     def takes(self, rows: int, *, alone: bool) -> bool:
-        """Say if a task fits beside what the worker holds. A task that may have killed a worker is held alone: if it
+        """Return whether a task fits beside what the worker holds. A task that may have killed a worker is held alone: if it
         kills again, no other task is lost with it."""
         if not self.leases:
             return True

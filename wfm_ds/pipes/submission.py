@@ -34,7 +34,7 @@ def submit_in_pieces(
     new_id: Callable[[str], str],
     deadline_s: float,
 ) -> list[Piece]:
-    """Submit the rows, one tensor each, to every kind in `max_rows`, in tasks of at most so many rows.
+    """Submit the rows, one tensor each, to every kind in `max_rows`, in tasks of at most this many rows.
 
     A tensor travels once for all kinds. `new_id` makes a task's id of its kind. The tensors must not change until the
     tasks have ended. Only a row that is too large by itself cannot be sent.

@@ -41,7 +41,7 @@ class Derived:
 
     @property
     def replicas(self) -> str:
-        """Who shares out the samples, in words."""
+        """Name the processes that the samples are shared out to."""
         if self.sequence_parallel == 1:
             return f"{self.world_size} ranks"
         return f"{self.num_replicas} replica{'s' * (self.num_replicas != 1)} of {self.sequence_parallel} ranks"

@@ -124,7 +124,7 @@ def _misread(slot: Slot, value: Any, path: KeyPath) -> list[tuple[KeyPath, str]]
 
 @dataclass(frozen=True, slots=True)
 class _Spot:
-    """Where in the file and in the schema an error is; the slot is None for a key that the schema lacks."""
+    """Place of an error in the file and in the schema; the slot is None for a key that the schema lacks."""
 
     path: KeyPath
     slot: Slot | None

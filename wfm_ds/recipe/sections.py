@@ -32,7 +32,7 @@ from wfm_ds.recipe.section import (
 
 
 class RunRecipe(Section):
-    """Where the run writes, how long it is, and the seed that everything random is derived from."""
+    """The folder that the run writes to, its length, and the seed that all randomness is derived from."""
 
     output_dir: UserPath
     """Folder on this machine for everything that the run writes. Created; must not hold a run of another recipe.
@@ -93,7 +93,7 @@ class LoraRecipe(Section):
 
 
 class EngineRecipe(Section):
-    """How the denoiser is distributed and batched."""
+    """Distribution of the denoiser over the ranks, and its batches."""
 
     deepspeed: str = "zero2"
     """A name in ds_configs/ (zero1, zero2, zero3, ...) or the path of a DeepSpeed JSON. It owns ZeRO settings only."""
@@ -149,7 +149,7 @@ class EmaRecipe(Section):
 
 
 class RolloutRecipe(Section):
-    """How many samples an RL step generates, and who generates them."""
+    """The number of samples that an RL step generates, and the processes that generate them."""
 
     mode: Literal["colocated", "async"] = "colocated"
     """`colocated`: the training ranks generate the samples themselves. `async`: other processes do, while the ranks
@@ -219,7 +219,7 @@ class RewardFunction(Section):
 
 
 class RewardRecipe(Section):
-    """What is rewarded, and who computes it: a service started by the trainer, or one that runs already."""
+    """The rewards, and the service that computes them: one started by the trainer, or one that runs already."""
 
     functions: list[RewardFunction] = Field(min_length=1)
     """The rewards, summed with their weights."""
@@ -282,7 +282,7 @@ class ValidationRecipe(Section):
 
 
 class CheckpointRecipe(Section):
-    """What is kept of the weights, and of all that is needed to continue the run (docs/checkpoints.md)."""
+    """Checkpoints to continue the run from, and exports of the weights (docs/checkpoints.md)."""
 
     every: NonNegativeInt = 0
     """Steps between resumable checkpoints; the last step gets one too. 0: only when the run is stopped by SIGTERM or
@@ -300,7 +300,7 @@ class CheckpointRecipe(Section):
 
 
 class LoggingRecipe(Section):
-    """What is shown while the run goes on."""
+    """Output that shows how the run goes."""
 
     tensorboard: bool = True
     """Write scalars and images for TensorBoard."""

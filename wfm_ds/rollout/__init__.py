@@ -1,3 +1,3 @@
-"""Who makes the samples of an RL step: the training ranks, or other processes; and who scores them."""
+"""Generation of the samples of an RL step, by the training ranks or other processes, and their scores."""
 
 KIND = "denoise"  # of the tasks that workers lease

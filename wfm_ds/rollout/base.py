@@ -1,4 +1,4 @@
-"""What the RL loop asks of a source of rollouts; it cannot tell which one it has."""
+"""Interface of a source of rollouts for the RL loop, which cannot tell which source it has."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class ColocatedSource:
 
 
 def conditional_latents(groups: Sequence[Group]) -> ConditionalFrames | None:
-    """What samples of these groups are given; None if nothing."""
+    """Conditional latents that samples of these groups are given; None if they are given none."""
     if not any(group.num_conditional_frames for group in groups):
         return None
     data = [group.data for group in groups if group.data is not None]

@@ -31,7 +31,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """How a chunk ended: `publication` of the policy that made it, or `reason` why there are no samples."""
+    """End of a chunk: `publication` of the policy that made it, or `reason` why there are no samples."""
 
     chunk: Chunk
     task_id: str

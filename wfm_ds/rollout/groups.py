@@ -1,4 +1,4 @@
-"""What the groups of an RL step are about: a prompt each, or a captioned medium each, the same on every rank."""
+"""Groups of an RL step: a prompt each, or a captioned medium each, the same on every rank."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Group:
 
 
 class GroupSource(Protocol):
-    """Where the groups of each RL step come from. All of it is collective."""
+    """Source of the groups of each RL step. All of its methods are collective."""
 
     def groups(self, step: int) -> list[Group]:
-        """Those of RL step `step`, of all ranks; equal on every rank but for `data`."""
+        """Return the groups of RL step `step` of all ranks; equal on every rank except for `data`."""
 
     def stats(self) -> dict[str, float]:
         """Metrics of the data so far, `data/*`."""

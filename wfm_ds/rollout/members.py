@@ -64,7 +64,7 @@ class StepRollouts:
 
 
 def rolled_out(member: RolloutSample, trajectory: Trajectory, row: int, *, broken: bool) -> Rollout:
-    """What is kept of one sample of a chunk."""
+    """Return the parts of one sample of a chunk that are kept."""
     keep = finite if broken else torch.Tensor.detach
     return Rollout(
         sample_id=member.sample_id,

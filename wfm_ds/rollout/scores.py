@@ -76,7 +76,7 @@ def gather_scores(world: World, mine: Mapping[str, Mapping[str, Score]]) -> Scor
 
 
 def pack_scores(scores: Mapping[str, Mapping[str, Score]], max_failure_chars: int | None = None) -> list[Any]:
-    """JSON form of scores by sample and reward; failures may be cut to so many characters."""
+    """JSON form of scores by sample and reward; failures may be cut to this many characters."""
     return [
         [
             sample_id,

@@ -164,7 +164,7 @@ class AsyncSource:
 
     def _fetched(self, chunks: Sequence[_Planned], step: int) -> dict[str, _Arrays]:
         """The arrays of these chunks, by task, where there are any. Raises ValueError unless they are what the step's
-        plan stores of so many samples."""
+        plan stores of this many samples."""
         plan, shape = self.algorithm.plan(step), self.job.sampler.latent_shape
         assert isinstance(plan, FlowPlan)
         whole = {chunk.task_id: chunk for chunk in chunks if chunk.staleness is not None}

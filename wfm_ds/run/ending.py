@@ -1,4 +1,4 @@
-"""How a run ends, as contexts one inside the other.
+"""The end of a run, as contexts one inside the other.
 
     with watched(world) as ending:                    the process: the other ranks are told, an exit code is left
         with ending.recording(take_back(...)):        the folder is this run's: a failure leaves it as it was
@@ -39,14 +39,14 @@ LONE = "error: "  # what a rank tells the others of a UserError of its own begin
 
 
 class Progress(Protocol):
-    """What a run has reached: a training loop."""
+    """Progress of a run, as its training loop has it."""
 
     step: int  # the last one done
     metrics: Mapping[str, float]  # of that step
 
 
 class Exports(Protocol):
-    """What a run has exported so far."""
+    """Exports of a run so far."""
 
     @property
     def artifacts(self) -> Mapping[str, str]:
@@ -63,7 +63,7 @@ class Cause:
 
 
 class Ending:
-    """What this rank and the others know of the run's end by an error."""
+    """The run's end by an error, as this rank and the others know it."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -186,7 +186,7 @@ def take_back(folder: Path, start: Start) -> Callable[[str], None]:
 
 
 class Record:
-    """What result.json will say of a run whose loop has begun. Every rank has one, rank 0 writes."""
+    """Content of result.json for a run whose loop has begun. Every rank has one, rank 0 writes it."""
 
     def __init__(
         self, recipe: Recipe, ending: Ending, mirror: Mirror | None, loop: Progress, exporter: Exports

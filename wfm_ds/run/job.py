@@ -1,4 +1,4 @@
-"""What every training loop works with, built once per run. No loop and no algorithm in here."""
+"""Objects that every training loop works with, built once per run. No loop and no algorithm in here."""
 
 from __future__ import annotations
 
@@ -64,5 +64,5 @@ class Job:
         return "ema" if self.recipe.ema is not None else "train"
 
     def should_stop(self) -> bool:
-        """Whether any rank was asked to stop; collective, called once per step by all."""
+        """Return whether any rank was asked to stop; collective, called once per step by all."""
         return self.world.any(self.stop.is_set)

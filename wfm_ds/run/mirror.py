@@ -253,7 +253,7 @@ class Mirror:
         if found is None:
             raise FileNotFoundError(path)
 
-        def metrics() -> None:  # a checkpoint counts on so many bytes of them
+        def metrics() -> None:  # a checkpoint counts on this many bytes of them
             for name in (RECIPE, METRICS):
                 if not (self.folder / name).exists():
                     raise StorageError(

@@ -53,7 +53,7 @@ def load_model(recipe: Recipe, device: torch.device, *, placed: bool = False) ->
         build_rl(recipe, rollout_grid)  # raises what depends on the family's grid
     check_conditional_frames(recipe, model, shape)
     recipe.algorithm.check_model(model)
-    sizes = buckets_of(recipe, model).sizes  # raises for those that the family has not
+    sizes = buckets_of(recipe, model).sizes  # raises for sizes that the family does not have
     if len(model.sigma_ranges) > 1:
         require_idle_experts(recipe)
     elif size.guidance_scale_low is not None:

@@ -1,4 +1,4 @@
-"""What a run is made of, built once: the engine, the caches, the order of the data, and the loop that uses them."""
+"""Assembly of a run, done once: the engine, the caches, the order of the data, and the loop that uses them."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def build_loop(
 
 @contextlib.contextmanager
 def reward_endpoint(recipe: Recipe, world: World) -> Iterator[str | None]:
-    """Where every rank finds the rewards: the recipe's service, or one that rank 0 runs meanwhile."""
+    """Yield the address of the rewards for every rank: the recipe's service, or one that rank 0 runs meanwhile."""
     if recipe.reward is None or recipe.reward.endpoint is not None:
         yield recipe.reward.endpoint if recipe.reward else None
         return
@@ -145,7 +145,7 @@ def reward_endpoint(recipe: Recipe, world: World) -> Iterator[str | None]:
 
 
 def rl_algorithm(recipe: Recipe, model: DiffusionModel) -> RlAlgorithm | None:
-    """On the model's own grid of noise levels; None for SFT."""
+    """Build the RL algorithm on the model's own grid of noise levels; None for SFT."""
     size = recipe.sampling
     if not recipe.is_rl:
         return None

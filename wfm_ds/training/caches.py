@@ -1,4 +1,4 @@
-"""What a recipe keeps on disk of texts and media, and which texts a run will ask for."""
+"""Caches of texts and media on disk, and the texts that a run will ask for."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class EmbeddingFile:
 
 
 def text_cache(recipe: Recipe, model: DiffusionModel, data: TrainingData) -> TextCache:
-    """On disk below data.cache_dir, else in memory alone."""
+    """Open the text cache: on disk below data.cache_dir, else in memory alone."""
     folder = recipe.data.cache_dir
     files = {s.prompt.text: EmbeddingFile(s.embedding) for s in samples_of(data) if s.embedding}
     return TextCache(model, store=TensorStore(folder / "text") if folder else None, precomputed=files)

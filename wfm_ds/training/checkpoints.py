@@ -1,4 +1,4 @@
-"""When a run saves itself, and how it takes up where it was. The folders are store.py's, their content state.py's."""
+"""Saving of a run at its times, and continuing it. The folders are store.py's, their content state.py's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Resumable(Protocol):
-    """What a training loop is to its checkpoints."""
+    """Interface of a training loop for its checkpoints."""
 
     step: int  # the last one done
 

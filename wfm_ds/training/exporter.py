@@ -1,4 +1,4 @@
-"""When weights are exported, and what a user copies to load them. How they are written is export.py."""
+"""Times at which weights are exported, and what a user copies to load them. export.py writes them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Exporter:
 
     @property
     def artifacts(self) -> dict[str, str]:
-        """What the run has left behind so far, by kind, for result.json."""
+        """Return the artifacts of the run so far, by kind, for result.json."""
         return {"lora" if self.job.engine.lora else "pipeline": str(self._written[1])} if self._written else {}
 
     def after_step(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""How the terms of an optimizer step are cut into forwards: micro-batches of one expert, and several of them in one
+"""Division of the terms of an optimizer step into forwards: micro-batches of one expert, and several of them in one
 forward where nothing is differentiated."""
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class MicroBatches(Generic[TermT]):
 
 
 def joined_frames(parts: Sequence[ConditionalFrames | None]) -> ConditionalFrames | None:
-    """Of batches that either all have conditional frames or none has."""
+    """Join the conditional frames of batches, of which either all have some or none does."""
     known = [part for part in parts if part is not None]
     if not known:
         return None
@@ -75,7 +75,7 @@ def level(
     num_experts: int,
     maxima: Callable[[dict[str, float]], dict[str, float]],
 ) -> list[TermT]:
-    """Terms of weight 1 in their order, and so many of weight 0 that all ranks have equally many of each expert.
+    """Terms of weight 1 in their order, and enough of weight 0 that all ranks have equally many of each expert.
 
     `terms`: this rank's, not empty. `maxima`: over ranks, collective. Empty where no rank has a term of weight 1: then
     there is no optimizer step to do.

@@ -1,4 +1,4 @@
-"""How a step and a run end: the metrics of a step, the limit of failed steps, and what the run reports."""
+"""Results of a step and of a run: the metrics of a step, the limit of failed steps, and what the run reports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_NONFINITE_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a step did, the same on every rank."""
+    """Report of a step, the same on every rank."""
 
     step: Mapping[str, float]  # metrics of the step as a whole
     updates: Sequence[Mapping[str, float]]  # metrics of each of its optimizer steps
@@ -40,7 +40,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What some rank knew when a step ended, and all know since: decisions that they must take together."""
+    """Facts that some rank knew when a step ended and all ranks know since, for decisions that they take together."""
 
     stop: bool  # asked to stop
     save: bool  # asked for a checkpoint
@@ -54,7 +54,7 @@ class FiniteSteps:
         self.in_a_row = 0
 
     def watch(self, result: StepResult, sample_ids: Sequence[str]) -> None:
-        """Called on every rank with the engine's verdict, which all ranks share."""
+        """Count a step by the engine's answer, which is the same on all ranks; call it on every rank."""
         self.in_a_row = 0 if result.applied else self.in_a_row + 1
         if not result.applied:
             log.warning(

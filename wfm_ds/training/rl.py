@@ -123,8 +123,8 @@ class RlLoop(Loop):
             )
 
     def recall(self, parts: Sequence[Sequence[Term]], rollouts: StepRollouts) -> list[list[Tensor]]:
-        """For an algorithm that compares with the weights of the rollout and keeps no copy: their predictions for all
-        updates but the first, which still has these weights. Else nothing."""
+        """Compute the predictions of the rollout's weights for every update after the first, which still has them. Only
+        for an algorithm that compares with these weights and keeps no copy of them."""
         if not self.algorithm.recalls_old:
             return [[] for _ in parts]
         self.current.add("old")
@@ -135,7 +135,7 @@ class RlLoop(Loop):
             return [[], *(self.predictions("old", self.micro_batches(terms, rollouts), size) for terms in parts[1:])]
 
     def optimize(self, terms: Sequence[Term], rollouts: StepRollouts, recalled: list[Tensor]) -> dict[str, float]:
-        """One optimizer step on these terms of this replica, levelled; its metrics. Without any nothing moves."""
+        """One optimizer step on these terms of this replica, levelled; its metrics. Without any, no weight changes."""
         job, engine = self.job, self.job.engine
         if not terms:  # on any rank
             return engine_metrics(job, engine.skip())
@@ -190,8 +190,8 @@ class RlLoop(Loop):
 
     @torch.no_grad()
     def predictions(self, purpose: str, micros: MicroBatches[Term], most: int) -> list[Tensor]:
-        """Of the active policy, by micro-batch; several share a forward while they have at most `most` terms. On the
-        host: those of hundreds of videos do not fit beside the model."""
+        """Predictions of the active policy by micro-batch; several share a forward of at most `most` terms. They lie on
+        the host: those of hundreds of videos do not fit beside the model."""
         found: list[Tensor] = []
         for group in folded((m.for_references() for m in micros), most):
             whole = self.velocity(purpose, MicroBatch.joined(group)).cpu()

@@ -24,7 +24,7 @@ MEMORY = "perf/peak_memory_gib"
 
 
 def speed_metrics(job: Job, work: Work | None, samples: int, seconds: float) -> dict[str, float]:
-    """Metrics of a step that took so long and trained on so many samples, over all ranks.
+    """Metrics of a step with this duration and number of trained samples, over all ranks.
 
     work: this rank's part of it, None where it is not known. Rank 0 stands for all: the ranks run the same forwards,
     but where data.buckets gives each of them other sizes.

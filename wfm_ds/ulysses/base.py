@@ -78,7 +78,7 @@ class SharedTokens(ABC):
 
     @classmethod
     def num_units(cls, grid: Sequence[int]) -> int:
-        """How many of `unit` a grid of tokens has."""
+        """Number of `unit`s that a grid of tokens has."""
         return math.prod(grid)
 
     @classmethod

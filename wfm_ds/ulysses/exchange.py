@@ -20,7 +20,7 @@ Tensors = tuple[Tensor, ...]
 
 
 def shares(count: int, num_ranks: int, what: str) -> list[int]:
-    """How many of `count` things each rank gets: all as many, or the first ranks one more.
+    """Number of the `count` things that each rank gets: equally many, or one more on the first ranks.
 
     Raises UserError, naming the things (`what`, plural), where a rank would get none.
     """

@@ -1,4 +1,4 @@
-"""Which ranks share the tokens of one sample."""
+"""Groups of ranks that share the tokens of one sample."""
 
 from __future__ import annotations
 

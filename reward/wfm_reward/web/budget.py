@@ -21,7 +21,7 @@ class MemoryBudget:
         return self._reserved
 
     def check(self, num_bytes: int) -> None:
-        """Raise HttpProblem if so many bytes never fit (413), or not at present (429). Reserves nothing."""
+        """Raise HttpProblem if this many bytes never fit (413), or not at present (429). Reserves nothing."""
         if num_bytes > self.max_bytes:
             raise too_large(num_bytes, self.max_bytes)
         if self._reserved + num_bytes > self.max_bytes:
@@ -34,7 +34,7 @@ class MemoryBudget:
         return reservation
 
     def change(self, num_bytes: int) -> bool:
-        """Reserve so many bytes more, or fewer if negative. False, and no change, if they do not fit."""
+        """Reserve this many bytes more, or fewer if negative. False, and no change, if they do not fit."""
         with self._lock:
             if num_bytes > 0 and self._reserved + num_bytes > self.max_bytes:
                 return False
@@ -59,7 +59,7 @@ class Reservation:
         self.num_bytes += num_bytes
 
     def transferred(self, num_bytes: int) -> Reservation:
-        """Return a reservation of so many bytes in place of this one, which is then empty. Raises HttpProblem."""
+        """Return a reservation of this many bytes in place of this one, which is then empty. Raises HttpProblem."""
         if num_bytes > self.num_bytes:
             self.grow(num_bytes - self.num_bytes)
         successor = Reservation(self._budget)

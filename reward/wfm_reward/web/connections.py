@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp.web import Server
 
 TICK_S = 1.0  # between two looks at idle connections; also before accepting goes on after an error
-DESCRIPTOR_SHARE = 4  # the port takes one descriptor in so many: the others are for trainers and workers
+DESCRIPTOR_SHARE = 4  # the port takes one descriptor in this many: the others are for trainers and workers
 BACKLOG = 128
 
 

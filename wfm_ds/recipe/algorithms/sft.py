@@ -29,10 +29,11 @@ class SftAlgorithm(AlgorithmSettings):
     stratified: bool = False
     """Spread the noise levels of a global batch evenly over the density instead of drawing them independently."""
     min_num_conditional_frames: NonNegativeInt = 0
-    """Video families that can continue a video: at least so many first latent frames are given, clean and outside the
-    loss (0: text to video, 1: image to video, 2: video to video; n latent frames are 1 + 4 * (n - 1) pixel frames)."""
+    """Video families that can continue a video: at least this many first latent frames are given, clean and outside
+    the loss (0: text to video, 1: image to video, 2: video to video; n latent frames are 1 + 4 * (n - 1) pixel
+    frames)."""
     max_num_conditional_frames: NonNegativeInt = 0
-    """At most so many. The number is drawn anew for each sample and epoch, each with the same chance."""
+    """Largest such number. It is drawn anew for each sample and epoch, all numbers with the same chance."""
 
     takes_media = True
 
