@@ -72,7 +72,7 @@ def _launches_of_kernels(counter: _Counter) -> Iterator[None]:
 
 
 def count(run: Callable[[], Any], latent_elements: int) -> Count:
-    """Count what `run` would do to a GPU. Kernels run in Triton's interpreter (TRITON_INTERPRET=1 before any import)."""
+    """Count what `run` would do to a GPU; kernels run in Triton's interpreter (TRITON_INTERPRET=1 before imports)."""
     counter = _Counter(latent_elements)
     with _launches_of_kernels(counter), counter:
         run()

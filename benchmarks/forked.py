@@ -89,8 +89,8 @@ def start(arguments: Sequence[str], num_ranks: int, *, moment: Moment, watched: 
 
 
 def is_legitimate(codes: Sequence[int], moment: Moment) -> bool:
-    """Return whether the ranks may end with these exit codes: all with the same, or, killed at a time, some before the kill
-    reached them: with 0 because they were done, with 1 because the heartbeat missed another rank."""
+    """Return whether the ranks may end with these exit codes: all with the same one or, killed at a time, some before
+    the kill reached them: with 0 because they were done, with 1 because the heartbeat missed another rank."""
     if len(set(codes)) == 1:
         return True
     return isinstance(moment, AtTime) and -signal.SIGKILL in codes and set(codes) <= {0, 1, -signal.SIGKILL}

@@ -10,7 +10,7 @@ from wfm_ds.data.media import load_media, media_size
 from wfm_ds.data.paired import PairedFolder
 from wfm_ds.data.pixels import BadMedia, Framing, centre
 from wfm_ds.data.samples import LocalFile
-from wfm_ds.distributed.liveness import MOVES
+from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError
 
 
@@ -39,13 +39,13 @@ def test_pairs_at_any_depth_are_found_and_sorted_by_id(tmp_path):
     assert folder.bad == {}
 
 
-def test_a_scan_shows_that_it_goes_on_and_is_no_move(tmp_path):
+def test_a_scan_shows_that_it_goes_on_and_begins_no_operation(tmp_path):
     for number in range(20):
         put(tmp_path, str(number))
-    count, signs = MOVES.count, MOVES.signs
+    num_begun, num_advances = LIVENESS.num_begun, LIVENESS.num_advances
     scan(tmp_path)
-    assert MOVES.count == count
-    assert MOVES.signs >= signs + 20
+    assert LIVENESS.num_begun == num_begun
+    assert LIVENESS.num_advances >= num_advances + 20
 
 
 def test_a_caption_becomes_a_prompt_with_metadata(tmp_path):

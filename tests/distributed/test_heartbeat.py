@@ -13,8 +13,8 @@ import pytest
 
 from wfm_ds.distributed import heartbeat
 from wfm_ds.distributed.fault import RankStates
-from wfm_ds.distributed.heartbeat import Heartbeat, Line, Roll, is_broken_exchange
-from wfm_ds.distributed.liveness import Moves
+from wfm_ds.distributed.heartbeat import Heartbeat, Line, RankRegistry, is_broken_exchange
+from wfm_ds.distributed.liveness import Liveness
 from wfm_ds.errors import UserError
 
 WAIT_S = 60
@@ -22,8 +22,8 @@ HOST = "127.0.0.1"
 RANK = """
 import json, sys, threading
 from wfm_ds.distributed import heartbeat
-from wfm_ds.distributed.heartbeat import Heartbeat, Roll
-from wfm_ds.distributed.liveness import MOVES
+from wfm_ds.distributed.heartbeat import Heartbeat, RankRegistry
+from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.distributed.fault import RankStates
 
 rank, address = int(sys.argv[1]), json.loads(sys.argv[2])
@@ -33,20 +33,20 @@ limits = json.loads(sys.argv[3])
 def say(**what):
     print(json.dumps(what), flush=True)
 
-roll = None
+registry = None
 if rank == 0:
-    roll = Roll(RankStates(3, **limits), "127.0.0.1")
-    address = [roll.port, roll.token]
+    registry = RankRegistry(RankStates(3, **limits), "127.0.0.1")
+    address = [registry.port, registry.token]
     say(address=address)
 beating = Heartbeat(
     ("127.0.0.1", address[0]), address[1], rank,
-    on_end=lambda text: say(fault=text), roll=roll, silent_s=limits["silent_s"],
+    on_end=lambda text: say(fault=text), registry=registry, silent_s=limits["silent_s"],
 )
 say(ready=True)
 for line in sys.stdin:
     word = line.strip()
     if word == "move":
-        MOVES.begin("a forward")
+        LIVENESS.begin("a forward")
     elif word == "stop":
         beating.stop()
         sys.exit(0)
@@ -176,28 +176,28 @@ def test_ranks_that_have_finished_end_in_any_order(three):
 
 def test_unknown_and_nonsense_are_shut_out():
     states = RankStates(2, **PATIENT)
-    roll = Roll(states, HOST)
+    registry = RankRegistry(states, HOST)
     hello = {"where": "here", "rank": 1}
     for lines in (
         [b"GET / HTTP/1.1\r\n\r\n"],
         [json.dumps({"token": "guessed", **hello}).encode() + b"\n"],
-        [json.dumps({"token": roll.token, "where": "here", "rank": 2}).encode() + b"\n"],
-        [json.dumps({"token": roll.token, "where": "here", "rank": True}).encode() + b"\n"],
+        [json.dumps({"token": registry.token, "where": "here", "rank": 2}).encode() + b"\n"],
+        [json.dumps({"token": registry.token, "where": "here", "rank": True}).encode() + b"\n"],
         [b"[1]\n"],
     ):
-        with socket.create_connection((HOST, roll.port), timeout=WAIT_S) as peer:
+        with socket.create_connection((HOST, registry.port), timeout=WAIT_S) as peer:
             for line in lines:
                 peer.sendall(line)
             assert peer.recv(1) == b""
     assert states.members == {}
-    with socket.create_connection((HOST, roll.port), timeout=WAIT_S) as known:
-        known.sendall(json.dumps({"token": roll.token, **hello}).encode() + b"\n")
+    with socket.create_connection((HOST, registry.port), timeout=WAIT_S) as known:
+        known.sendall(json.dumps({"token": registry.token, **hello}).encode() + b"\n")
         known.sendall(b'{"bye": true}\n')
         until_s = time.monotonic() + WAIT_S
         while 1 not in states.members or states.members[1].state != "done":
             assert time.monotonic() < until_s
             time.sleep(0.01)
-        ending = threading.Thread(target=roll.stop)
+        ending = threading.Thread(target=registry.stop)
         ending.start()
         assert known.recv(100) == b'{"bye": true}\n'
     ending.join(WAIT_S)
@@ -228,7 +228,7 @@ def test_an_address_that_nobody_listens_on_is_a_users_error(monkeypatch):
         closed.bind((HOST, 0))
         address = closed.getsockname()
     with pytest.raises(UserError, match=r"rank 3 on .* cannot reach rank 0 at 127.0.0.1:\d+ .*on all ports"):
-        Heartbeat(address, "token", 3, on_end=print, moves=Moves())
+        Heartbeat(address, "token", 3, on_end=print, liveness=Liveness())
 
 
 def test_a_foreign_address_is_listened_to_everywhere(caplog):
@@ -239,10 +239,10 @@ def test_a_foreign_address_is_listened_to_everywhere(caplog):
 
 def test_several_machines_reach_rank_0_where_its_own_name_is_a_loopback_address():
     """127.0.1.1 stands for the address that rank 0 knows of itself, 127.0.0.1 for the one that others use."""
-    roll = Roll(RankStates(2, **PATIENT), "127.0.1.1", everywhere=True)
-    beating = Heartbeat((HOST, roll.port), roll.token, 1, on_end=print, moves=Moves())
+    registry = RankRegistry(RankStates(2, **PATIENT), "127.0.1.1", everywhere=True)
+    beating = Heartbeat((HOST, registry.port), registry.token, 1, on_end=print, liveness=Liveness())
     beating.stop()
-    roll.stop()
+    registry.stop()
 
 
 def test_a_fault_ends_the_process_even_if_it_cannot_be_written(capfd):
@@ -255,13 +255,13 @@ def test_a_fault_ends_the_process_even_if_it_cannot_be_written(capfd):
         codes.append(code)
         ended.set()
 
-    roll = Roll(RankStates(2, **PATIENT), HOST)
-    Heartbeat((HOST, roll.port), roll.token, 1, on_end=full_disk, moves=Moves(), exit_process=end)
-    other = Heartbeat((HOST, roll.port), roll.token, 0, on_end=print, moves=Moves(), exit_process=print)
+    registry = RankRegistry(RankStates(2, **PATIENT), HOST)
+    Heartbeat((HOST, registry.port), registry.token, 1, on_end=full_disk, liveness=Liveness(), exit_process=end)
+    other = Heartbeat((HOST, registry.port), registry.token, 0, on_end=print, liveness=Liveness(), exit_process=print)
     assert other.failed("ZeroDivisionError: x", is_secondary=False).ranks == (0,)
     assert ended.wait(WAIT_S)
     other.stop()
-    roll.stop()
+    registry.stop()
     assert codes == [1]
     assert "No space left on device" in capfd.readouterr().err
 

@@ -12,7 +12,7 @@ import torch
 
 from wfm_ds.data.digits import write_digits
 from wfm_ds.distributed.fault import RankStates
-from wfm_ds.distributed.heartbeat import Heartbeat, Roll
+from wfm_ds.distributed.heartbeat import Heartbeat, RankRegistry
 from wfm_ds.distributed.world import World
 from wfm_ds.errors import DataError
 from wfm_ds.run.ending import Ending
@@ -23,7 +23,7 @@ WAIT_S = 300.0
 
 def test_the_rank_that_has_the_error_says_it_and_the_others_end_with_its_exit_code():
     """Over real sockets; that the other process is left to end shows as a call with its exit code."""
-    roll = Roll(RankStates(2, silent_s=WAIT_S, stuck_s=WAIT_S, awake_s=WAIT_S), "127.0.0.1")
+    registry = RankRegistry(RankStates(2, silent_s=WAIT_S, stuck_s=WAIT_S, awake_s=WAIT_S), "127.0.0.1")
     endings = [Ending(World(rank, 2, rank, torch.device("cpu"), None)) for rank in (0, 1)]
     left, codes = threading.Event(), []
 
@@ -33,11 +33,11 @@ def test_the_rank_that_has_the_error_says_it_and_the_others_end_with_its_exit_co
 
     for rank, ending in enumerate(endings):
         ending.heartbeat = Heartbeat(
-            ("127.0.0.1", roll.port),
-            roll.token,
+            ("127.0.0.1", registry.port),
+            registry.token,
             rank,
             on_end=ending.ended_by_fault,
-            roll=None if rank else roll,
+            registry=None if rank else registry,
             exit_process=leave,
         )
     assert endings[1].cause_of(DataError("clip.mp4: cannot be decoded")).is_own

@@ -24,7 +24,7 @@ SOME = pytest.mark.parametrize(
 
 
 def follow_gathered_masters(config, lora, dtype, every):
-    """Return whether the engine's average equals one over gathered masters (rank 0), and the names that each rank saw."""
+    """Return whether the engine's average equals one over gathered masters (rank 0), and the names each rank saw."""
     sections = {"model": {"dtype": dtype}, "ema": {"decay": 0.25, "every": every}}
     engine = build(config, lora=lora, policies={"ema"}, accumulation=1, **sections)
     names = [name for name, _ in engine.named_full_tensors("ema")]

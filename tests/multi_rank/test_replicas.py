@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from ranks import started
-from wfm_ds.distributed.liveness import MOVES
+from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.distributed.world import World
 from wfm_ds.engine.lockstep import Guard
 from wfm_ds.errors import DataError, UserError
@@ -26,9 +26,9 @@ def collectives(sp):
     world = World.join().in_replicas(sp)
     of_leader = torch.arange(6.0).view(2, 3) + world.rank if world.is_leader else None
     own = np.full((2, 1), world.rank, np.uint8)
-    moves = MOVES.count
+    num_begun = LIVENESS.num_begun
     shared = world.share({"rank": world.rank})
-    assert MOVES.count == moves  # replicas share differently often, and moves are compared
+    assert LIVENESS.num_begun == num_begun  # replicas share differently often, and the numbers are compared
     return {
         "replica_sums": world.replica_sums({"work": 10.0**world.rank})["work"],
         "sums": world.sums({"shards": 10.0**world.rank})["shards"],

@@ -12,7 +12,7 @@ from wfm_ds.data.datasets import buckets_of, load_data
 from wfm_ds.data.media import load_media
 from wfm_ds.data.order import BatchSource
 from wfm_ds.data.pixels import centre
-from wfm_ds.distributed.liveness import MOVES
+from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError, RecipeError
 from wfm_ds.models.base import NegativeText
 from wfm_ds.recipe import file as recipe_file
@@ -68,9 +68,9 @@ def test_ranks_share_the_work_and_nothing_is_done_twice(sft):
     (again,) = filled(recipe, model, data, 1)
     assert again == {"new": 0, "kept": len(texts) + 7, "bad": 0}
     cache = text_cache(recipe, model, data)
-    signs = MOVES.signs
+    num_advances = LIVENESS.num_advances
     assert drop_idle_encoders(model, cache, texts)
-    assert MOVES.signs == signs + len(texts)
+    assert LIVENESS.num_advances == num_advances + len(texts)
     assert model.parts_named("text_encoder") == {}
     cache.encode(list(texts))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from wfm_ds.data.paired import file_id, walk
 from wfm_ds.data.samples import IMAGE_SUFFIXES, VIDEO_SUFFIXES, LocalFile, Sample, SampleSet
-from wfm_ds.distributed.liveness import MOVES
+from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError
 from wfm_ds.storage.regular import read_regular
 from wfm_ds.types import Prompt
@@ -31,7 +31,7 @@ class CosmosFolder(SampleSet):
         media = [files_by_id(folder / name, suffixes) for name, suffixes in MEDIA_FOLDERS.items()]
         embeddings = find_embeddings(folder, allow_pickle=allow_pickle)
         for sample_id in sorted(set(captions).union(*media)):
-            MOVES.alive()
+            LIVENESS.advance()
             found = [path for files in media for path in files.get(sample_id, [])]
             self._add(sample_id, captions.get(sample_id, []), found, embeddings.get(sample_id))
         self.check(max_bad_fraction)

@@ -21,7 +21,7 @@ from wfm_ds.data.pixels import BadMedia, Framing, centre
 from wfm_ds.data.prompts import load_prompt_file, load_prompts
 from wfm_ds.data.samples import NUM_SHOWN, REASONS, Media, Sample, SampleSet
 from wfm_ds.data.webdataset import TarShards
-from wfm_ds.distributed.liveness import MOVES
+from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError, RecipeError
 from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.schema import Recipe
@@ -166,7 +166,7 @@ def dealt(samples: Sequence[Sample], buckets: Buckets, world: World, workers: in
         return [0] * len(samples)
 
     def bucket(sample: Sample) -> int:
-        MOVES.alive()
+        LIVENESS.advance()
         return buckets.index_of(sample.media)
 
     def measure() -> list[int]:
@@ -194,7 +194,7 @@ def readable(
     for sample in samples:
         if len(usable) == count:
             break
-        MOVES.alive()
+        LIVENESS.advance()
         try:
             load_media(sample.media, buckets.framing_of(sample.media), centre)
         except BadMedia as error:

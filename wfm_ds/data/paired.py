@@ -18,7 +18,7 @@ from wfm_ds.data.samples import (
     printable,
     unpack_prompt,
 )
-from wfm_ds.distributed.liveness import MOVES
+from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError
 from wfm_ds.storage.filesystem import shortened
 from wfm_ds.storage.regular import read_regular
@@ -49,7 +49,7 @@ class PairedFolder(SampleSet):
         if not entries:
             raise DataError(f"{folder} holds no captioned media: put NAME.json beside each NAME.png or NAME.mp4")
         for sample_id in sorted(entries):
-            MOVES.alive()
+            LIVENESS.advance()
             self._add(sample_id, entries[sample_id], kept)
         if kept is not None:
             kept.save()
@@ -105,7 +105,7 @@ def files_below(folder: Path) -> Iterator[str]:
             continue
         seen.add(real)
         folders[:] = [name for name in folders if not name.startswith(".")]
-        MOVES.alive()
+        LIVENESS.advance()
         yield from (os.path.join(parent, name) for name in files if not name.startswith("."))
 
 

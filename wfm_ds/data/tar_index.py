@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from wfm_ds.distributed.liveness import MOVES
+from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError
 from wfm_ds.storage import atomic
 from wfm_ds.storage import filesystem as storage
@@ -85,7 +85,7 @@ def read_tar(address: str, version: tuple[str | int, ...]) -> TarIndex:
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:
                 while (info := tar.next()) is not None:
-                    MOVES.alive()
+                    LIVENESS.advance()
                     if info.offset_data + info.size > size:
                         intact = False
                         break

@@ -1,4 +1,4 @@
-"""Each rank tells rank 0 every few seconds that it lives and how far it is; who is missing ends the run by name.
+"""Each rank tells rank 0 every few seconds that it lives and how far it is; a missing rank ends the run by name.
 
 Without it a dead rank on another machine shows as a broken or endless exchange on all others, and neither says whose
 fault it was. A thread of rank 0 keeps the state of each rank (fault.py); a thread of every rank, of rank 0 too, beats
@@ -28,13 +28,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from wfm_ds.distributed.fault import Fault, RankStates
-from wfm_ds.distributed.liveness import MOVES, Moves
+from wfm_ds.distributed.liveness import LIVENESS, Liveness
 from wfm_ds.errors import UserError
 
 log = logging.getLogger(__name__)
 
 BEAT_S = 5.0
-SILENT_S = 45.0  # a swapping machine is not dead, and who waits for the end of a dead run wants it within a minute
+SILENT_S = 45.0  # a swapping machine is not dead, and a dead run should end within a minute
 CONNECT_S = 60.0
 LOOK_S = 0.5  # how often rank 0 looks at the states
 FLUSH_S = 10.0  # for the fault to reach all ranks before rank 0 goes
@@ -74,8 +74,8 @@ class Line:
         self.sock.close()
 
 
-class Roll:
-    """Rank 0's side: a thread that hears all ranks, judges, and tells them."""
+class RankRegistry:
+    """Rank 0's side: a thread that receives from all ranks, finds the fault, and sends it to them."""
 
     def __init__(self, states: RankStates, host: str, *, everywhere: bool = False) -> None:
         """everywhere: listen on all addresses, not on this one alone."""
@@ -90,12 +90,12 @@ class Roll:
         self._thread.start()
 
     def stop(self) -> None:
-        """The run has ended well here: tell who is still there, and end the thread."""
+        """End the thread after a run that ended well here, and tell the ranks that are still connected."""
         self._stopping.set()
         self._thread.join(timeout=FLUSH_S)
 
     def join(self) -> None:
-        """Wait until the fault is out."""
+        """Wait until the fault has been sent."""
         self._thread.join(timeout=FLUSH_S)
 
     def _serve(self) -> None:
@@ -115,7 +115,7 @@ class Roll:
                     told_at_s = now_s
             else:
                 self._tell(bye=True)
-            # Who closes while something is unread resets the connection, and the peer may lose the last line.
+            # A socket that is closed with unread bytes resets the connection, and the peer may lose the last line.
             until_s = time.monotonic() + FLUSH_S
             while self._lines and time.monotonic() < until_s:
                 self._hear(LOOK_S)
@@ -134,7 +134,7 @@ class Roll:
         for rank, line in list(self._lines.items()):
             if line.sock in readable:
                 self._attend(rank, line)
-        # Last: who is welcomed has been read from, and another read might wait for ever.
+        # Last: a rank that is admitted has been read from, and another read might wait for ever.
         for line in [line for line in self._unknown if line.sock in readable]:
             self._welcome(line)
 
@@ -142,7 +142,7 @@ class Roll:
         yield from (line.sock for line in (*self._unknown, *self._lines.values()))
 
     def _welcome(self, line: Line) -> None:
-        """The first line of a rank holds the token."""
+        """Admit a rank whose first line holds the token."""
         self._unknown.remove(line)
         first = line.receive()
         rank = known_rank(first, self.token, self._states.size)
@@ -165,8 +165,8 @@ class Roll:
         now_s = time.monotonic()
         for message in messages:
             if "beat" in message:
-                moves, signs = int(message["beat"]), int(message["signs"])
-                self._states.beat(rank, moves, signs, str(message.get("doing")), now_s)
+                num_begun, num_advances = int(message["beat"]), int(message["signs"])
+                self._states.beat(rank, num_begun, num_advances, str(message.get("doing")), now_s)
             elif "failed" in message:
                 self._states.failed(rank, str(message["failed"]), bool(message.get("secondary")), now_s)
             elif "bye" in message:
@@ -174,7 +174,7 @@ class Roll:
 
 
 def listen(host: str) -> socket.socket:
-    """On a free port of this address, or of all where it is not this machine's own (address translation)."""
+    """Listen on a free port of this address, or of all where it is not this machine's own (address translation)."""
     try:
         return socket.create_server((host, 0), backlog=1024)
     except OSError as error:
@@ -183,7 +183,7 @@ def listen(host: str) -> socket.socket:
 
 
 def listen_everywhere() -> socket.socket:
-    """On a free port of all addresses. The token shuts out whom it does not concern."""
+    """Listen on a free port of all addresses. The token shuts out all but the ranks."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=1024)
@@ -208,7 +208,7 @@ def known_rank(messages: list[dict[str, Any]] | None, token: str, size: int) -> 
 
 
 class Heartbeat:
-    """This rank's side: a thread that beats, hears the fault, and ends the process."""
+    """This rank's side: a thread that beats, receives the fault, and ends the process."""
 
     def __init__(
         self,
@@ -217,14 +217,14 @@ class Heartbeat:
         rank: int,
         *,
         on_end: Callable[[str], None],
-        roll: Roll | None = None,
-        moves: Moves = MOVES,
+        registry: RankRegistry | None = None,
+        liveness: Liveness = LIVENESS,
         exit_process: Callable[[int], object] = os._exit,
         silent_s: float = SILENT_S,
     ) -> None:
         """Connects; UserError if rank 0 cannot be reached. on_end: called with the fault before the process ends,
-        unless the main thread waits for it. roll: on rank 0."""
-        self.rank, self.roll, self._moves, self._silent_s = rank, roll, moves, silent_s
+        unless the main thread waits for it. registry: on rank 0."""
+        self.rank, self.registry, self._liveness, self._silent_s = rank, registry, liveness, silent_s
         self._on_end, self._exit = on_end, exit_process
         self._stopping, self._decided, self._main_waits = threading.Event(), threading.Event(), threading.Event()
         self._fault: Fault | None = None
@@ -242,26 +242,26 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """This rank ends as it should; the others are not told to end."""
+        """End the heartbeat of a rank that ends without error; the others are not told to end."""
         self._stopping.set()
         self._line.send(bye=True)
         self._waker.send(b".")
         self._thread.join(timeout=EXIT_S)
         self._line.close()
-        if self.roll is not None:
-            self.roll.stop()
+        if self.registry is not None:
+            self.registry.stop()
 
-    def failed(self, words: str, *, is_secondary: bool) -> Fault | None:
-        """From the main thread, when it cannot go on: the fault that ends the whole run; None if none comes in time.
+    def failed(self, reason: str, *, is_secondary: bool) -> Fault | None:
+        """Report an error of the main thread, and return the fault that ends the run; None if none comes in time.
 
         is_secondary: an exchange with other ranks broke, so that another rank is likely to be the cause.
         """
         self._main_waits.set()
         self._beat()  # how far it came
-        self._line.send(failed=words, secondary=is_secondary)
+        self._line.send(failed=reason, secondary=is_secondary)
         known = self._decided.wait(self._silent_s + EXIT_S)
-        if self.roll is not None:
-            self.roll.join()
+        if self.registry is not None:
+            self.registry.join()
         return self._fault if known else None
 
     def _run(self) -> None:
@@ -294,12 +294,12 @@ class Heartbeat:
                 return
 
     def _beat(self) -> None:
-        """A broken line shows in receive."""
-        moves = self._moves
-        self._line.send(beat=moves.count, signs=moves.signs, doing=moves.doing)
+        """Send the state of this rank. A broken line shows in receive."""
+        liveness = self._liveness
+        self._line.send(beat=liveness.num_begun, signs=liveness.num_advances, doing=liveness.doing)
 
-    def _without_rank_0(self, words: str) -> Fault:
-        return Fault((0,), f"rank 0 ({self._address[0]}) is gone: {words}")
+    def _without_rank_0(self, reason: str) -> Fault:
+        return Fault((0,), f"rank 0 ({self._address[0]}) is gone: {reason}")
 
     def _end(self, fault: Fault) -> None:
         """Let the main thread end the process if it waits for that, else do it: it may hang for ever, and so may what
@@ -317,8 +317,8 @@ class Heartbeat:
                 self._on_end(fault.text)
             except Exception:  # noqa: BLE001, whatever it is (a full disk, say), the process has to end
                 traceback.print_exc()
-            if self.roll is not None:
-                self.roll.join()
+            if self.registry is not None:
+                self.registry.join()
             self._exit(1)
         elif not self._stopping.wait(EXIT_S):
             self._exit(1)
@@ -328,7 +328,7 @@ class Heartbeat:
 def start(
     world: Any, *, stuck_s: float, on_end: Callable[[str], None], exit_process: Callable[[int], object] = os._exit
 ) -> Heartbeat | None:
-    """Collective. This rank's heartbeat, None for a rank alone. stuck_s: the run ends if no rank moves for so long.
+    """Start this rank's heartbeat; None for a rank alone. Collective. stuck_s: the run ends if no rank advances for it.
 
     Raises UserError on all ranks if one of them cannot reach rank 0.
     """
@@ -339,20 +339,22 @@ def start(
     host = os.environ["MASTER_ADDR"]
     states = RankStates(world.size, silent_s=SILENT_S, stuck_s=stuck_s, awake_s=2 * BEAT_S)
     everywhere = world.size > ranks_per_node(world.size)
-    roll = Roll(states, host, everywhere=everywhere) if world.is_main else None
-    port, token = world.broadcast([roll.port, roll.token] if roll is not None else None)
+    registry = RankRegistry(states, host, everywhere=everywhere) if world.is_main else None
+    port, token = world.broadcast([registry.port, registry.token] if registry is not None else None)
     started: list[Heartbeat] = []
 
     def join() -> None:
-        started.append(Heartbeat((host, port), token, world.rank, on_end=on_end, roll=roll, exit_process=exit_process))
+        started.append(
+            Heartbeat((host, port), token, world.rank, on_end=on_end, registry=registry, exit_process=exit_process)
+        )
 
     try:
         world.checked(join)
     except UserError:  # of some rank: an end of all, which no heartbeat shall name otherwise
         if started:
             started[0].stop()
-        elif roll is not None:
-            roll.stop()
+        elif registry is not None:
+            registry.stop()
         raise
     return started[0]
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from wfm_ds.distributed.liveness import MOVES
+from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import UserError
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class World:
 
         if self.size == 1 or not values:  # every rank passes the same names, so that all leave here or none
             return {name: float(value) for name, value in values.items()}
-        MOVES.begin(f"a reduction of {', '.join(values)}"[:80])
+        LIVENESS.begin(f"a reduction of {', '.join(values)}"[:80])
         numbers = torch.tensor([float(v) for v in values.values()], dtype=torch.float64)
         dist.all_reduce(numbers, op=op, group=self.host_group)
         return dict(zip(values, numbers.tolist(), strict=True))
@@ -161,14 +161,14 @@ class World:
         """Rank 0's JSON value on every rank. Others pass anything."""
         if self.size == 1:
             return _as_received(value)
-        MOVES.begin("a broadcast of rank 0's value")
+        LIVENESS.begin("a broadcast of rank 0's value")
         return _json_from(0, self.host_group, value if self.is_main else None, mine=self.is_main)
 
     def share(self, value: Any) -> Any:
         """The leader's JSON value on every rank of its replica, which all call it. Others pass anything."""
         if self.replica is None:
             return value
-        MOVES.alive("a broadcast inside a replica")  # how often differs between replicas: no number to compare
+        LIVENESS.advance("a broadcast inside a replica")  # how often differs between replicas: no number to compare
         return _json_from(self.rank - self.sp_rank, self.replica.host_group, value, mine=self.is_leader)
 
     def share_tensor(self, tensor: Tensor | None) -> Tensor:
@@ -194,7 +194,7 @@ class World:
 
         if self.size == 1:
             return [_as_received(value)]
-        MOVES.begin("a gathering of values")
+        LIVENESS.begin("a gathering of values")
         blob = json.dumps(value).encode()
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(blob)], dtype=torch.int64), group=self.host_group)
@@ -237,7 +237,7 @@ class World:
 
         if self.size == 1:
             return
-        MOVES.begin("a barrier")
+        LIVENESS.begin("a barrier")
         dist.barrier(group=self.host_group)
 
     def checked(self, work: Callable[[], Any], on: Literal["all", "leaders", "main"] = "all") -> Any:

@@ -19,7 +19,7 @@ import peft
 import torch
 from torch import Tensor, nn
 
-from wfm_ds.distributed.liveness import MOVES
+from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.distributed.world import World, ranks_per_node
 from wfm_ds.engine.accumulation import accumulate_in_float32
 from wfm_ds.engine.lockstep import Guard
@@ -163,7 +163,7 @@ class DenoiserEngine:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Collective. Run the denoiser under the active policy. All ranks do the same forwards in one order."""
-        MOVES.begin("a forward of the denoiser")
+        LIVENESS.begin("a forward of the denoiser")
         if self._work is not None:
             bare = self.lora and self.active == "ref"
             self._work.note(args, kwargs, differentiated=torch.is_grad_enabled(), adapters=not bare)
@@ -236,7 +236,7 @@ class DenoiserEngine:
         if self._num_backwards == self._due_backwards:
             raise RuntimeError(f"step() is due: {self._due_backwards} backwards make an optimizer step")
         self._num_backwards += 1
-        MOVES.begin("a backward of the denoiser")
+        LIVENESS.begin("a backward of the denoiser")
         last = self._num_backwards == self._due_backwards
         self.ds.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages over ranks and divides by its own number of micro-steps, however many there are. The ranks
@@ -253,7 +253,7 @@ class DenoiserEngine:
         if self._num_backwards != self._due_backwards:
             raise RuntimeError(f"step() after {self._num_backwards} of {self._due_backwards} backwards")
         self._num_backwards, self._due_backwards = 0, self.accumulation
-        MOVES.begin("an optimizer step")
+        LIVENESS.begin("an optimizer step")
         lr = learning_rate(self.recipe.optimizer, self.num_updates + 1, self.total_updates)
         for group in self.ds.optimizer.param_groups:
             group["lr"] = lr
@@ -317,7 +317,7 @@ class DenoiserEngine:
         flats = self._flats(policy)
         for name, parameter in self.module.named_parameters():
             if parameter in self.shards.pieces:
-                MOVES.alive()
+                LIVENESS.advance()
                 yield name.replace(".default.", "."), self.shards.gather(parameter, flats, self.world.device)
         if not self.lora:
             for name, buffer in persistent_buffers(self.module):

@@ -48,8 +48,8 @@ class LeaseHolder:
     leases: dict[str, Lease] = field(default_factory=dict)
 
     def takes(self, rows: int, *, alone: bool) -> bool:
-        """Return whether a task fits beside what the worker holds. A task that may have killed a worker is held alone: if it
-        kills again, no other task is lost with it."""
+        """Return whether a task fits beside what the worker holds. A task that may have killed a worker is held alone:
+        if it kills again, no other task is lost with it."""
         if not self.leases:
             return True
         alone = alone or any(lease.alone for lease in self.leases.values())

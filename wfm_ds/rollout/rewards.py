@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from wfm_ds.distributed.liveness import MOVES
+from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import RewardError
 from wfm_ds.pipes.client import PipeClient, TaskOutcome
 from wfm_ds.pipes.folders import SocketFolder
@@ -242,7 +242,7 @@ class RewardClient:
         reward.timeout_s after the last submission. Never raises for what the service does.
         """
         while self._tickets:
-            MOVES.alive()
+            LIVENESS.advance()
             for outcome in self._pipe.take(self._patience_s()):
                 self._book(outcome)
             self._fail_overdue(self._pipe.now_s())

@@ -25,7 +25,7 @@ from wfm_ds.data.embeddings import read_pickle
 from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import BadMedia, Framing, centre, decoding
 from wfm_ds.data.samples import Media, Sample, file_identity
-from wfm_ds.distributed.liveness import MOVES
+from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError
 from wfm_ds.models.base import DiffusionModel, NegativeText
 from wfm_ds.models.latent_cache import LatentCache
@@ -93,7 +93,7 @@ def samples_of(data: TrainingData) -> list[Sample]:
 def drop_idle_encoders(model: DiffusionModel, texts: TextCache, needed: Iterable[Text]) -> bool:
     """Free the text encoders if the disk has all that is needed; whether it has."""
     for text in needed:
-        MOVES.alive()  # a file each, and storages are slow
+        LIVENESS.advance()  # a file each, and storages are slow
         if not texts.stored(text):
             return False
     model.drop_text_encoders()
