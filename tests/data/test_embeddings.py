@@ -1,4 +1,4 @@
-"""Pickles from strangers: arrays come out, code does not run; the command leaves safetensors behind."""
+"""Pickles of unknown origin: arrays come out, code does not run; the command leaves safetensors behind."""
 
 import os
 import pickle

@@ -37,7 +37,7 @@ def test_console_is_rank_0s_and_shows_our_info_and_all_warnings(tmp_path, capsys
     for rank, shown in ((0, ["INFO ours", "WARNING theirs"]), (1, [])):
         setup_logging(tmp_path, rank, console=True)
         logging.getLogger("wfm_ds.training.rl").info("ours")
-        logging.getLogger("wfm_dsx").info("a stranger")
+        logging.getLogger("wfm_dsx").info("a foreign line")
         logging.getLogger("library").info("not shown")
         logging.getLogger("library").warning("theirs")
         output = capsys.readouterr()
