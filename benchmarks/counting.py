@@ -51,7 +51,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:
-    """Without the repeats of an expanded tensor."""
+    """Bytes without the repeats of an expanded tensor."""
     sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0]
     return math.prod(sizes) * tensor.element_size()
 

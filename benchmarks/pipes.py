@@ -262,7 +262,7 @@ class _Unpickler(BaseHTTPRequestHandler):
         self.wfile.write(b"ok")
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Not a line a request."""
+        """Log no line for a request."""
 
 
 if __name__ == "__main__":

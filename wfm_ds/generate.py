@@ -194,7 +194,7 @@ def load_sampler(args: argparse.Namespace) -> Sampler:
 
 
 def write(sampler: Sampler, items: Sequence[tuple[Prompt, int]], args: argparse.Namespace) -> None:
-    """Every file as soon as it is drawn; the table and the page at the end."""
+    """Write every file as soon as it is drawn, the table and the page at the end."""
     from wfm_ds.monitoring import gallery
     from wfm_ds.monitoring.samples import write_media, write_table
 

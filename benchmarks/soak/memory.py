@@ -29,7 +29,7 @@ class Histories:
         self._looks: defaultdict[str, list[Look]] = defaultdict(list)
 
     def look(self, name: str, process: psutil.Process) -> None:
-        """Nothing if it has just ended."""
+        """Record the memory and descriptors of a process, or nothing if it has just ended."""
         with contextlib.suppress(psutil.Error):
             look = Look(process.pid, process.memory_info().rss / 2**20, process.num_fds())
             if look.rss_mib:  # else it has ended, and waits for its parent

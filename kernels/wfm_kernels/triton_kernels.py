@@ -15,7 +15,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
 @triton.jit
 def cast(x, dtype: tl.constexpr):
-    """To a storage type, rounded to nearest even."""
+    """Cast to a storage type, rounded to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:
         # The interpreter's own cast, and that of tl.store, truncate. Integer arithmetic rounds right for finite x.
         u = x.to(tl.uint32, bitcast=True)

@@ -1,4 +1,4 @@
-"""From the scores of an RL step to one advantage per sample: float64 on the host, the same bits on every rank.
+"""Advantages, one per sample, from the scores of an RL step: float64 on the host, the same bits on every rank.
 
 A sample whose reward failed has no reward, and a group with fewer than two rewards no advantages: None, never a number.
 """

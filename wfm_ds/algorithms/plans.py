@@ -1,4 +1,4 @@
-"""From the recipe's sampling section to the plan of an RL step's rollouts."""
+"""The plan of an RL step's rollouts, made from the recipe's sampling section."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def accelerator_present(devices: Path = Path("/dev")) -> bool:
 
 
 def choose_accelerator() -> None:
-    """Without a CUDA device DeepSpeed is told to use the CPU; a user's own DS_ACCELERATOR stays."""
+    """Tell DeepSpeed to use the CPU if there is no CUDA device; a user's own DS_ACCELERATOR stays."""
     import torch
 
     if "DS_ACCELERATOR" not in os.environ and not torch.cuda.is_available():

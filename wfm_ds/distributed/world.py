@@ -56,7 +56,7 @@ class World:
 
     @classmethod
     def join(cls, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> World:
-        """Every rank calls it once, before anything else that communicates. Without a launcher: a world of one."""
+        """Join the launcher's ranks; without it, a world of one. Every rank calls it once, before it communicates."""
         import deepspeed
         import torch
         import torch.distributed as dist
@@ -82,7 +82,7 @@ class World:
         return cls(dist.get_rank(), dist.get_world_size(), local_rank, device, host_group, timeout_s)
 
     def in_replicas(self, sp_size: int) -> World:
-        """This world with ranks [i * sp_size, (i + 1) * sp_size) as replica i; collective. Raises UserError unless
+        """This world with the ranks [i * sp_size, (i + 1) * sp_size) as replica i; collective. Raises UserError unless
         sp_size divides `size`."""
         import torch.distributed as dist
 

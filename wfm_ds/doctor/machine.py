@@ -154,7 +154,7 @@ def port_finding(port: int, *, is_needed: bool) -> Finding:
 
 
 def host_findings(hostfile: Path) -> list[Finding]:
-    """Each host: does it answer without a password, and does its clock agree. Raises RecipeError for the file."""
+    """Check that each host answers without a password and that its clock agrees. Raises RecipeError for the file."""
     hosts = hosts_of(hostfile)
     with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as pool:
         return list(pool.map(host_finding, hosts))

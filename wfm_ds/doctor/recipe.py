@@ -117,7 +117,7 @@ def empty_denoiser(folder: Path) -> nn.Module:
 
 
 def memory_finding(sizes: Memory, world_size: int) -> Finding:
-    """Each rank has a GPU of its own; without GPUs all ranks share the host's memory."""
+    """Compare the memory that a rank needs with its own GPU's; without GPUs, that of all ranks with the host's."""
     if torch.cuda.is_available():
         free, needed = torch.cuda.mem_get_info()[0], sizes.rank_bytes
         where = "of a GPU"

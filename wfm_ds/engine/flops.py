@@ -41,7 +41,8 @@ def convolution_backward(
     output_mask: Sequence[bool],
     **_: Any,
 ) -> int:
-    """Each of the two gradients costs what the forward did. Torch's own formula forgets the groups in the weights'."""
+    """FLOPs of a backward: each of the two gradients costs as much as the forward. Torch's own
+    formula forgets the groups in that of the weights."""
     return conv_flop_count(x_shape, w_shape, grad_out_shape, transposed) * sum(output_mask[:2])
 
 

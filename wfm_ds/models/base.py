@@ -121,7 +121,7 @@ class DiffusionModel(ABC):
             part.to(self.device)
 
     def freeze_all_but(self, targets: Sequence[str]) -> None:  # noqa: B027, most families have nothing to do
-        """Before adapters are put on the layers with these suffixes: all others of the denoiser stay as they are.
+        """Prepare for adapters on the layers with these suffixes; all other layers of the denoiser stay as they are.
 
         A family may then compute once for each prompt, in encode_text, what depends on frozen layers alone.
         """
@@ -150,7 +150,7 @@ class DiffusionModel(ABC):
         return None
 
     def text_identity(self) -> dict[str, Any]:
-        """All besides the text that decides what encode_text and encode_negative give, as JSON."""
+        """Everything besides the text that the results of encode_text and encode_negative depend on, as JSON."""
         encoders, tokenizers = (self.parts_named(prefix) for prefix in ("text_encoder", "tokenizer"))
         dtypes = {str(next(encoder.parameters()).dtype) for encoder in encoders.values()}
         return {
@@ -161,7 +161,7 @@ class DiffusionModel(ABC):
         }
 
     def latent_identity(self) -> dict[str, Any]:
-        """All besides the pixels that decides what encode_pixels gives, as JSON."""
+        """Everything besides the pixels that the result of encode_pixels depends on, as JSON."""
         dtype = str(next(self.pipeline.vae.parameters()).dtype)
         return {"family": self.family, "parts": fingerprint(self.path, ["vae"]), "dtype": dtype}
 
@@ -181,7 +181,7 @@ class DiffusionModel(ABC):
 
     @staticmethod
     def repeat(conditioning: Conditioning, k: int) -> Conditioning:
-        """Every row k times in succession: equal to encoding each prompt k times."""
+        """Repeat every row k times in succession: equal to encoding each prompt k times."""
         return {name: tensor.repeat_interleave(k, dim=0) for name, tensor in conditioning.items()}
 
     @torch.no_grad()

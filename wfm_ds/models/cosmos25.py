@@ -160,7 +160,7 @@ class Cosmos25(DiffusionModel):
 
 
 def provide_resize() -> None:
-    """Without torchvision the transformer still needs one function of it, a nearest resize of its padding mask."""
+    """Provide the function of torchvision that the transformer needs even without it: a resize of its padding mask."""
     if hasattr(transformer_cosmos, "transforms"):
         return
 

@@ -38,7 +38,7 @@ class Experts(nn.Module):
         return config
 
     def add_adapter(self, config: Any, adapter_name: str = "default") -> None:
-        """Each expert gets an adapter of its own, drawn in turn from torch's generator."""
+        """Give each expert an adapter of its own, drawn in turn from torch's generator."""
         for network in self.networks:
             network.add_adapter(config, adapter_name=adapter_name)
 

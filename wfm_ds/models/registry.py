@@ -1,4 +1,4 @@
-"""From a path to a loaded model family. Families are found by looking into this folder; nothing registers itself."""
+"""Loading of a path's model family. Families are found by looking into this folder; nothing registers itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From prompts and noise seeds to images or videos: what rollouts, validation and `wfm_ds.generate` have in common."""
+"""Images or videos from prompts and noise seeds: the part that rollouts, validation and `wfm_ds.generate` share."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Sampler:
 
 
 def finite_samples(latents: Tensor) -> list[bool]:
-    """For each sample of [B, ...], say whether all of it is finite."""
+    """Return for each sample of [B, ...] whether all of it is finite."""
     finite: list[bool] = latents.flatten(1).isfinite().all(1).tolist()
     return finite
 

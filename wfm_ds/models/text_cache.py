@@ -115,7 +115,7 @@ class TextCache:
         return row
 
     def _keep(self, rows: dict[Text, dict[str, Tensor]]) -> None:
-        """These are the most recently used now; the oldest leave when there is no room for all."""
+        """Mark these as the most recently used; drop the oldest when the memory does not hold all."""
         for text, row in rows.items():
             if self._rows.pop(text, None) is None:
                 self._bytes += num_bytes(row)

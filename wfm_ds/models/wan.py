@@ -81,7 +81,8 @@ class Wan(DiffusionModel):
         return {"prompt_embeds": embeds}
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
-        """With two experts all of sigma must be of one expert; without `expert` it is read from the device."""
+        """Denoise as the base says. With two experts, all of sigma must belong to one; it is read from the device if
+        `expert` is not given."""
         self.check_denoise(latents, sigma, conditioning)
         if latents.ndim != 5:
             raise ValueError(f"wan takes latents [B,C,T,h,w], got {list(latents.shape)}")

@@ -78,7 +78,7 @@ class Monitor:
                 self._writer.add_scalar(tag, value, step)
 
     def samples(self, step: int, tag: str, samples: Sequence[ShownSample]) -> None:
-        """In TensorBoard: a grid of the samples, a row per prompt, and a table of prompts, seeds and rewards; of videos
+        """Show samples in TensorBoard: a grid, a row per prompt, and a table of prompts, seeds and rewards. Of videos
         the grid has the first frames, and `<tag>/video` plays them."""
         if not self._open or self._writer is None or not samples:
             return

@@ -26,7 +26,7 @@ def check_picture(image: Picture) -> None:
 
 
 def enlarge(image: Picture, scale: int) -> Picture:
-    """Every pixel becomes a square of scale x scale pixels: no smoothing, so small images stay what they are."""
+    """Make every pixel a square of scale x scale pixels, without smoothing, so that small images stay as they are."""
     return image.repeat(scale, axis=0).repeat(scale, axis=1)
 
 

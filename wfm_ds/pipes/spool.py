@@ -17,7 +17,7 @@ from wfm_ds.pipes.wire import FRAME_BYTES, Buffer, TensorSpec
 
 
 class NotHeld(LookupError):
-    """Nothing is held under that name; the message says why."""
+    """Raised when nothing is held under that name; the message says why."""
 
 
 def run_of(owner: str) -> str:

@@ -34,7 +34,8 @@ class ColocatedSource:
         return self.groups.stats()
 
     def next(self, step: int) -> StepRollouts:
-        """Every rank calls; each denoises samples_per_rank samples in equal chunks under the rollout policy."""
+        """Generate the step's samples. Collective: each rank denoises samples_per_rank samples in equal chunks
+        under the rollout policy."""
         job = self.job
         members = step_members(
             self.groups.groups(step),

@@ -38,7 +38,7 @@ class GroupSource(Protocol):
         """Metrics of the data so far, `data/*`."""
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, as JSON. Which groups come next follows from the step alone."""
+        """State for a checkpoint, as JSON. Which groups come next follows from the step alone."""
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 

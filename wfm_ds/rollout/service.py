@@ -88,7 +88,7 @@ class RolloutService:
         return [sys.executable, "-m", "wfm_ds.rollout", recipe, *words, "--stop-on-eof"]
 
     def environment(self) -> dict[str, str]:
-        """This process's, without what makes it a rank."""
+        """Environment of this process without the variables that make it a rank."""
         kept = {name: value for name, value in os.environ.items() if not OF_RANKS.fullmatch(name)}
         return {"OMP_NUM_THREADS": str(self.threads), **kept}
 

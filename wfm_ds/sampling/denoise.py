@@ -38,7 +38,7 @@ class Trajectory:
 
 
 class Plan(Protocol):
-    """All that is decided about a rollout before it starts: solver, grid, where noise enters, what is stored."""
+    """Choices about a rollout, made before it starts: solver, grid, where noise enters, what is stored."""
 
     def run(self, predict: Predict, noise: Tensor, seeds: Sequence[int]) -> Trajectory:
         """Denoise [B,C,h,w] or [B,C,T,h,w] float32 noise. What else is drawn follows from each sample's seed alone, and

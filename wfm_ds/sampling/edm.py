@@ -77,7 +77,7 @@ class EdmStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdmPlan:
-    """All that is decided about a rollout before it starts."""
+    """Choices about a rollout, made before it starts."""
 
     steps: tuple[EdmStep, ...]
     start_level: float = HIGHEST_LEVEL

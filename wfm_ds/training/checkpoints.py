@@ -24,12 +24,12 @@ class Resumable(Protocol):
     step: int  # the last one done
 
     def state(self) -> dict[str, Any]:
-        """All that the next step and its metrics depend on besides the engine, as JSON; the same on every rank, which
-        all call it."""
+        """Everything that the next step and its metrics depend on besides the engine, as JSON; the same on every rank.
+        All ranks call it."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state` gave."""
+        """Restore what `state` returned."""
         ...
 
 
@@ -43,7 +43,7 @@ class Checkpoints:
         self._saving: Save | None = None
 
     def restore(self, loop: Resumable, source: Path) -> None:
-        """Before the first step: engine and loop as they were in this checkpoint."""
+        """Restore engine and loop as they were in this checkpoint, before the first step."""
         found = store.read(source)
         assert found is not None, "it was complete a moment ago"
         loop.restore(read_state(self.job.engine, source, found.world_size))

@@ -82,7 +82,7 @@ class Loop(ABC):
         """Do the optimizer steps of this step."""
 
     def state(self) -> dict[str, Any]:
-        """All that the next step and its metrics depend on besides the engine, as JSON; equal on every rank."""
+        """Everything that the next step and its metrics depend on besides the engine, as JSON; equal on every rank."""
         return {
             "step": self.step,
             "metrics": dict(self.metrics),

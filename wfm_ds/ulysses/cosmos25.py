@@ -68,7 +68,7 @@ class Cosmos25(SharedTokens):
 
 
 class SelfAttention:
-    """In place of CosmosAttnProcessor2_0."""
+    """Processor in place of CosmosAttnProcessor2_0."""
 
     _attention_backend = None  # set_attention_backend writes here
 

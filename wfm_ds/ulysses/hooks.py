@@ -14,7 +14,8 @@ from wfm_ds.ulysses.exchange import halo
 
 
 def change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:
-    """At each call of the module `change` gets its arguments by name, and what it makes of them is what is called.
+    """Have `change` replace the arguments of each call of the module: it gets them by name in a dict
+    that it changes.
 
     Positional ones stay positional: DeepSpeed's own hooks see no others.
     """

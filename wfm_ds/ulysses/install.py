@@ -1,4 +1,4 @@
-"""From a transformer to its family. Families are found by looking into this folder; nothing registers itself."""
+"""Installation of a transformer's family. Families are found by looking into this folder; nothing registers itself."""
 
 from __future__ import annotations
 

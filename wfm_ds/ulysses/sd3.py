@@ -66,7 +66,7 @@ class SD3(SharedTokens):
 
 
 class JointAttention:
-    """In place of JointAttnProcessor2_0: image and text together, or the image alone (`attn2` of SD3.5)."""
+    """Processor in place of JointAttnProcessor2_0: image and text together, or the image alone (`attn2` of SD3.5)."""
 
     _attention_backend = None  # set_attention_backend writes here
 

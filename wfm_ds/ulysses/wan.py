@@ -42,7 +42,7 @@ class Wan(SharedTokens):
 
 
 class SelfAttention:
-    """In place of WanAttnProcessor."""
+    """Processor in place of WanAttnProcessor."""
 
     def __init__(self, group: ProcessGroup, backend: Any) -> None:
         self.group = group

@@ -73,7 +73,7 @@ def flow_scheduler() -> DPMSolverMultistepScheduler:
 
 
 def call_arguments(prompt: str) -> dict[str, Any]:
-    """Without the stock instruction, which would be nearly all of the text, and of the time to encode it."""
+    """Arguments without the stock instruction, which would be nearly all of the text and of the time to encode it."""
     return {
         "prompt": prompt,
         "height": 32,
