@@ -157,6 +157,7 @@ def test_each_algorithm_trains_each_family_and_sft_exports_draw_its_pictures(alg
         "optimizer.lr=1e-2",
         "optimizer.weight_decay=0",
         "ema=null",
+        "sampling.eval_solver=ode",  # what the stock pipeline is made to draw with, too
         *CHANGES[algorithm],
     ]
     data = None
