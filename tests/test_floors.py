@@ -4,6 +4,7 @@ Type imports and imports inside functions count too: whoever reads a module need
 """
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -89,3 +90,13 @@ def test_no_modules_import_each_other_in_a_circle():
 
 def test_few_modules_stand_outside_the_rooms():
     assert len(list(PACKAGES["wfm_ds"].glob("*.py"))) <= MOST_ON_TOP
+
+
+def test_the_map_in_the_docs_shows_every_room_on_its_floor():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    shown, floor = {}, None
+    for cells in ([cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line[:1] == "|"):
+        if len(cells) == 4 and (cells[0].isdigit() or not cells[0]):
+            floor = int(cells[0] or floor)
+            shown |= dict.fromkeys(re.findall(r"`(\w+)/?`", cells[1]), floor)
+    assert shown == FLOOR_OF

@@ -312,7 +312,8 @@ def test_error_before_the_first_step_takes_back_what_was_written(tmp_path):
     )
     assert process.returncode == 2, process.stdout + process.stderr
     assert "the weights are not here" in one_error(process)
-    assert sorted(f.name for f in folder.iterdir() if f.name != ".lock") == ["reward"]
+    # The logs of the service, and the record of whose they are.
+    assert sorted(f.name for f in folder.iterdir() if f.name != ".lock") == [".wfm_run.json", "reward"]
 
 
 def test_overwriting_checks_everything_before_it_clears_the_folder(finished):

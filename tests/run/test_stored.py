@@ -179,7 +179,7 @@ def test_an_address_becomes_a_folder_for_as_long_as_it_is_read(leave, address, t
     with remote.on_this_machine(str(tmp_path), tmp_path) as folder:
         assert folder == tmp_path
     assert convert.main([f"{address}/nothing", str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err == f"{address}/nothing: there is nothing\n"
+    assert capsys.readouterr().err == f"error: {address}/nothing: there is nothing\n"
 
 
 def test_what_is_missing_is_one_sentence(tmp_path):

@@ -103,11 +103,6 @@ def test_lora_parameters_of_the_report_are_those_that_peft_adds(sft):
         (["reward.functions=[{name: color, options: {shade: 1}}]"], RewardError, "no option shade"),
         (["reward.functions=[{name: motion}]"], RecipeError, "reward motion scores videos, but the model makes images"),
         (["reward.functions=[{name: color, options: {frames: all}}]"], RewardError, "reward color: frames is 'all'"),
-        (
-            ["reward.functions=[{name: color/}]"],
-            RewardError,
-            "reward color/ lacks its label: write color, or color/LABEL",
-        ),
         (["reward.functions=[{name: ocr, options: {threads: many}}]"], RewardError, "reward ocr: threads is 'many'"),
         (["reward.functions=[{name: digits}]"], RecipeError, "needs the metadata key 'label', which 12 of 12"),
         (["rollout.group_size=3"], RecipeError, r"= 2 \* 3 = 6 samples are not divisible by 4 ranks"),

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from wfm_ds.types import ConditionalFrames, Conditioning
 
 DECODED_PIXELS = 2**20  # of videos at once, unless one has more: as many as a picture of 1024 x 1024
-UNCONDITIONAL = "uncond"  # the purpose of the forwards that guidance contrasts with
+UNCONDITIONAL = "uncond"  # the purpose of forwards that guidance contrasts with; those of a rollout are rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +81,29 @@ class Sampler:
 
         def predict(latents: Tensor, sigma: float) -> Tensor:
             sigma_B = torch.full((len(latents),), sigma, dtype=torch.float32, device=latents.device)
-            return self.velocity(purpose, latents, sigma_B, conditions, self.model.expert_of(sigma))
+            expert = self.model.expert_of(sigma)
+            return self.velocity(purpose, latents, sigma_B, conditions, expert, contrast_purpose=purpose)
 
         noise = seeded_normal(noise_seeds, shape or self.latent_shape, self.model.device)
         return plan.run(predict, noise, noise_seeds if seeds is None else seeds)
 
-    def velocity(self, purpose: str, latents: Tensor, sigma: Tensor, conditions: Conditions, expert: int) -> Tensor:
-        """The prediction [B, ...] float32 of one expert, guided where it is. Gradient flows through the conditional
-        half only."""
+    def velocity(
+        self,
+        purpose: str,
+        latents: Tensor,
+        sigma: Tensor,
+        conditions: Conditions,
+        expert: int,
+        *,
+        contrast_purpose: str = UNCONDITIONAL,
+    ) -> Tensor:
+        """Predict [B, ...] float32 with one expert, guided where it is. Gradient flows through the conditional half
+        only. contrast_purpose: what the other half is counted as."""
         conditional = self.forward(purpose, latents, sigma, conditions.conditioning, expert)
         if conditions.contrast is None or not self.settings.is_guided(expert):
             return conditional
         with torch.no_grad():
-            unconditional = self.forward(UNCONDITIONAL, latents, sigma, conditions.contrast, expert)
+            unconditional = self.forward(contrast_purpose, latents, sigma, conditions.contrast, expert)
         return self.model.combine_guidance(conditional, unconditional, self.settings.guidance_of(expert))
 
     def conditions(self, prompts: Sequence[Prompt], conditional_frames: ConditionalFrames | None = None) -> Conditions:
