@@ -24,13 +24,16 @@ CUT = ["engine.micro_batch_size=3", "engine.max_forward_batch=4", "algorithm.kl_
 RELATIVE = 1e-6
 
 
-def train_and_keep_gradients(recipe, overrides, kept):
-    """... and write the gradient of the last optimizer step, as rank 0 sees it, to the file `kept`."""
+def train_and_keep_gradients(recipe, overrides, kept, dropped):
+    """... and write the gradient of the last optimizer step to the file `kept`. The samples `dropped` do not train."""
+    from dataclasses import replace
+
     from deepspeed.utils import safe_get_full_grad
 
+    from wfm_ds.algorithms.ddrl import Ddrl
     from wfm_ds.engine.engine import DenoiserEngine
 
-    step = DenoiserEngine.step
+    step, advantages = DenoiserEngine.step, Ddrl.advantages
 
     def keep(self):
         gradients = {
@@ -42,11 +45,15 @@ def train_and_keep_gradients(recipe, overrides, kept):
             torch.save(gradients, kept)
         return step(self)
 
-    DenoiserEngine.step = keep
+    def drop(self, rewards, groups):
+        found = advantages(self, rewards, groups)
+        return replace(found, values=[None if i in dropped else a for i, a in enumerate(found.values)])
+
+    DenoiserEngine.step, Ddrl.advantages = keep, drop
     try:
         return train_on_rank(recipe, overrides)
     finally:
-        DenoiserEngine.step = step
+        DenoiserEngine.step, Ddrl.advantages = step, advantages
 
 
 @pytest.fixture(scope="module")
@@ -68,18 +75,19 @@ def compare(tiny_pipelines, media, tmp_path):
     """Train one step on these ranks, jointly and separately, and assert that only the forwards differ. Returns their
     numbers in training. `exact`: these, and all others, are the predicted ones."""
 
-    def run(ranks, *overrides, family="sd3", data="digits", exact=True):
+    def run(ranks, *overrides, family="sd3", data="digits", exact=True, dropped=()):
         found = {}
         for how in ("joint", "separate"):
             folder, kept = tmp_path / how, tmp_path / f"{how}.pt"
             places = [f"run.output_dir={folder}", f"model.path={tiny_pipelines(family)}", f"data.path={media[data]}"]
             words = [*places, *COMMON, *CUT, *overrides, f"algorithm.data_forward={how}"]
-            ranks.run(train_and_keep_gradients, recipe=str(TINY / "sd3_ddrl.yaml"), overrides=words, kept=str(kept))
+            options = {"recipe": str(TINY / "sd3_ddrl.yaml"), "kept": str(kept), "dropped": list(dropped)}
+            ranks.run(train_and_keep_gradients, overrides=words, **options)
             if exact:
                 assert counted(folder) == predicted(folder, ranks.num_ranks)
             found[how] = (torch.load(kept), records(folder))
         assert_same_gradient(found["joint"][0], found["separate"][0])
-        return same_metrics(found["joint"][1], found["separate"][1])
+        return same_metrics(found["joint"][1], found["separate"][1], 8 - len(dropped))
 
     return run
 
@@ -90,12 +98,13 @@ def assert_same_gradient(joint, separate):
     assert (got - expected).norm() <= RELATIVE * expected.norm()
 
 
-def same_metrics(joint, separate):
-    """The forwards in training of both; everything else that they say is equal."""
+def same_metrics(joint, separate, num_samples):
+    """The forwards in training of both; everything else that they say of their so many samples is equal."""
     of_joint, of_separate = ([line for line in lines if "loss/total" in line][-1] for lines in (joint, separate))
     same = [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in (of_joint, of_separate)]
     assert same[1] == pytest.approx(same[0], rel=1e-5, abs=1e-7)
     assert of_joint["loss/data"] > 0
+    assert of_joint["rollout/samples"] == num_samples
     return of_joint["perf/forwards_policy"], of_separate["perf/forwards_policy"]
 
 
@@ -118,11 +127,11 @@ def test_data_at_the_first_trained_step_only(two_ranks, compare):
 
 
 @pytest.mark.slow
-def test_ranks_with_unequally_many_samples_to_train_on(two_ranks, compare):
-    """The second of three groups is shared by the ranks, and the one has its best and its worst sample: 4 samples train
-    there and 2 here, so that as many of weight 0 run along."""
-    shared = ["rollout.prompts_per_step=3", "rollout.group_size=4", "algorithm.best_of_n=2", "run.seed=0"]
-    assert compare(two_ranks, *shared, "engine.deepspeed=zero3", exact=False) == (4, 8)
+@pytest.mark.parametrize("first_only", [False, True])
+def test_ranks_with_unequally_many_samples_to_train_on(two_ranks, compare, first_only):
+    """The first rank trains two of its four samples; others of weight 0 run along."""
+    settings = ["engine.deepspeed=zero3", f"algorithm.data_on_first_only={first_only}"]
+    assert compare(two_ranks, *settings, dropped=[0, 1]) == ((4, 7) if first_only else (4, 8))
 
 
 @pytest.mark.slow
