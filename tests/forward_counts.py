@@ -24,7 +24,7 @@ def predicted(folder, world_size, *, num_images=0):
     """The same of the recipe that the run in `folder` resolved."""
     recipe = recipe_file.load(folder / "recipe.yaml")
     derived, size = derive(recipe, world_size), recipe.sampling
-    model = registry.load(recipe.model.path, dtype=torch.float32, device="cpu")
+    model = registry.load(recipe.model.path, dtype=torch.float32, device="cpu", guardrail=recipe.model.guardrail)
     guided, shape = guided_by(recipe, model.expert_of), model.latent_shape(size.height, size.width, size.num_frames)
     guided_steps = sum(guided(float(sigma)) for sigma in model.sigmas(size.eval_steps, shape)[:-1])
     if recipe.is_rl:

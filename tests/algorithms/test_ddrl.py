@@ -13,6 +13,7 @@ from wfm_ds.algorithms.sft import flow_loss
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.sampling.noise import seeded_normal
+from wfm_ds.training.micro import joined_stats
 from wfm_ds.types import Prompt, Rollout
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "tiny" / "sd3_ddrl.yaml"
@@ -122,8 +123,8 @@ def test_on_policy_the_loss_is_minus_the_advantage_plus_the_data_term():
     algorithm, denoiser = ddrl(), Denoiser()
     batch = batch_of(algorithm, rolled_out(algorithm, denoiser))
     loss_B, stats = algorithm.loss(denoiser(batch.latents, batch.sigma), batch, {})
-    assert torch.equal(stats["loss/policy"], -batch.advantage)
-    torch.testing.assert_close(loss_B, -batch.advantage + 0.01 * stats["loss/data"][0])
+    assert torch.equal(stats["loss/policy"], -batch.transitions.advantage)
+    torch.testing.assert_close(loss_B, -batch.transitions.advantage + 0.01 * stats["loss/data"][0])
     assert batch.weight.tolist() == [1.0] * 9 + [0.0] * 3
     scaled, of_scaled = ddrl("algorithm.loss_scale=10").loss(denoiser(batch.latents, batch.sigma), batch, {})
     torch.testing.assert_close(scaled, 10 * loss_B)
@@ -136,7 +137,7 @@ def test_the_data_counts_once_for_each_trained_step_or_with_the_first_only():
         algorithm = ddrl(f"algorithm.train_on={steps}", f"algorithm.data_on_first_only={first_only}")
         batch = batch_of(algorithm, rolled_out(algorithm, denoiser))
         gradients[steps, first_only] = denoiser.gradient(total(algorithm, denoiser, batch))
-        rows[steps, first_only] = batch.data_rows.tolist()
+        rows[steps, first_only] = batch.data.terms.tolist()
     assert torch.equal(gradients["[1]", False], gradients["[1]", True])
     assert not torch.equal(gradients["[0,1,2]", False], gradients["[0,1,2]", True])
     assert rows["[0,1,2]", True] == [0, 3, 6, 9]
@@ -161,15 +162,60 @@ def test_how_terms_are_cut_into_micro_batches_changes_no_gradient(overrides):
     torch.testing.assert_close(gradient([5, 7]), gradient([12]), rtol=1e-5, atol=1e-7)
 
 
+OWN_NOISE = ["algorithm.use_rl_sigma_and_noise=false"]
+FIRST_ONLY = ["algorithm.data_on_first_only=true"]
+GIVEN = ["algorithm.min_num_conditional_frames=1", "algorithm.max_num_conditional_frames=2"]
+
+
+@pytest.mark.parametrize("overrides", [[], FIRST_ONLY, OWN_NOISE, GIVEN])
+def test_the_parts_of_divided_terms_have_their_loss_their_gradient_and_their_statistics(overrides):
+    kept = ["algorithm.kl_beta=0.5", "algorithm.data_beta=0.3", "rollout.policy=reference", *overrides]
+    joint, separate = ddrl(*kept), ddrl(*kept, "algorithm.data_forward=separate")
+    denoiser, reference = Denoiser(), Denoiser()
+    samples = rolled_out(joint, reference, VIDEO, num_conditional_frames=1)
+    with torch.no_grad():
+        denoiser.weights += 0.05
+    whole, divided = batch_of(joint, samples), batch_of(separate, samples)
+    assert torch.equal(whole.for_references().latents, divided.for_references().latents)
+    references = {"ref": reference(whole.for_references().latents, whole.sigma[:12]).detach()}
+    want_B, want = joint.loss(denoiser(whole.latents, whole.sigma), whole, references)
+
+    assert whole.parts() == [whole]
+    states, data = divided.parts()
+    assert [len(states.latents), len(data.latents)] == [12, len(whole.latents) - 12]
+    assert states.prompts + data.prompts == whole.prompts
+    found = [separate.loss(denoiser(part.latents, part.sigma), part, references) for part in (states, data)]
+    torch.testing.assert_close(sum(loss_B for loss_B, _ in found), want_B)
+    torch.testing.assert_close(
+        denoiser.gradient(sum((loss_B * divided.weight).sum() for loss_B, _ in found)),
+        denoiser.gradient((want_B * whole.weight).sum()),
+        rtol=1e-6,
+        atol=1e-7,
+    )
+    got = joined_stats([stats for _, stats in found])
+    assert got.keys() == want.keys()
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(("first_only", "num_parts"), [(False, [2, 2, 2]), (True, [2, 1, 1])])
+def test_only_terms_with_data_are_divided(first_only, num_parts):
+    settings = ["algorithm.data_forward=separate", f"algorithm.data_on_first_only={first_only}"]
+    algorithm = ddrl(*settings)
+    (terms,) = algorithm.updates(rolled_out(algorithm, Denoiser()), ADVANTAGES, 1)
+    assert [t.num_parts for t in terms] == num_parts * 4
+    assert algorithm.settings.num_divided(12) == sum(n == 2 for n in num_parts) * 4
+    assert ddrl().settings.num_divided(12) == 0
+
+
 def test_noise_and_level_of_the_data_may_be_its_own():
     algorithm, denoiser = ddrl("algorithm.use_rl_sigma_and_noise=false"), Denoiser()
     samples = rolled_out(algorithm, denoiser)
     batch, again = batch_of(algorithm, samples), batch_of(algorithm, samples)
-    assert torch.equal(batch.data_noise, again.data_noise)
+    assert torch.equal(batch.data.noise, again.data.noise)
     levels = batch.sigma[12:].tolist()
     assert len(set(levels)) == 12
     assert not set(levels) & set(batch.sigma[:12].tolist())
-    assert not torch.equal(batch.data_noise[0], batch.data_noise[1])
+    assert not torch.equal(batch.data.noise[0], batch.data.noise[1])
     assert not torch.equal(batch_of(algorithm, samples, step=2).sigma[12:], batch.sigma[12:])
 
 
@@ -188,12 +234,12 @@ def test_the_reference_is_asked_about_rollouts_only_and_holds_the_policy(rollout
         answer = reference(asked.latents, asked.sigma)
     velocity = denoiser(batch.latents, batch.sigma)
     _, stats = algorithm.loss(velocity, batch, {"ref": answer})
-    d = batch.gain.view(-1, 1, 1, 1) * (velocity[:12] - answer).detach()
+    d = batch.transitions.gain.view(-1, 1, 1, 1) * (velocity[:12] - answer).detach()
     torch.testing.assert_close(stats["loss/kl"], d.square().flatten(1).mean(1) / 2)
     moved = "policy/ratio_mean" in stats
     assert moved == (rollout_policy == "reference")
     if moved:
-        log_rho = (batch.noise * d - d.square() / 2).flatten(1).mean(1) * batch.std
+        log_rho = (batch.transitions.noise * d - d.square() / 2).flatten(1).mean(1) * batch.transitions.std
         torch.testing.assert_close(stats["policy/ratio_mean"], log_rho.exp(), rtol=1e-5, atol=1e-6)
     _, equal = algorithm.loss(velocity, batch, {})  # the loop leaves out a reference whose weights are the trained ones
     assert not equal["loss/kl"].any()
@@ -278,6 +324,7 @@ def test_steps_without_usable_noise_are_refused(overrides, message):
         (["sampling.guidance_scale=3"], "trains the prediction without guidance"),
         (["data.kind=prompts"], "need media: set data.kind: paired"),
         (["algorithm.data_beta=0", "algorithm.data_on_first_only=true"], "which data_beta: 0 leaves out"),
+        (["algorithm.data_beta=0", "algorithm.data_forward=separate"], "which data_beta: 0 leaves out"),
         (["algorithm.exp_reward_baseline=1"], "only read with exp_reward"),
         (["algorithm.exp_reward=true", "algorithm.adv_mode=one_only"], "leaves none of them"),
         (["algorithm.min_num_conditional_frames=1"], "is above max_num_conditional_frames 0"),

@@ -53,9 +53,9 @@ def test_ddrl_of_all_weights_fits_gpus_of_80_gb(name, layers, heads):
     recipe, ranks = RECIPES[name], 8
     assert recipe.model.gradient_checkpointing
     assert recipe.engine.micro_batch_size == recipe.engine.max_forward_batch == 1
+    assert recipe.algorithm.data_forward == "separate"
     kept, inside = activations(recipe.sampling, heads)
-    samples = 2  # a state of the rollout and its data
-    shared = samples * (layers * kept + inside) / recipe.engine.sequence_parallel
+    shared = (layers * kept + inside) / recipe.engine.sequence_parallel  # one sample: a state of the rollout, or data
     parameters = sum(p.numel() for p in denoiser(layers, heads).parameters())
     weights = 2 * parameters / (1 if recipe.engine.deepspeed == "zero2" else ranks)
     states = (4 + 12 + 4) * parameters / ranks  # gradients; masters and two moments; the average

@@ -28,7 +28,7 @@ def rl(named, sampling=None, *, groups=6, size=4, steps=10, guidance=1.0, engine
             "model": {"path": "tiny:sd3"},
             "engine": engine or {},
             "lora": {"rank": 4},
-            "data": {"kind": "paired" if algorithm.get("data_beta") else "prompts", "path": "p"},
+            "data": {"kind": "paired" if {**named, **algorithm}.get("data_beta") else "prompts", "path": "p"},
             "sampling": {
                 **{"height": 32, "width": 32, "steps": steps, "guidance_scale": guidance, "window": window},
                 **(sampling or {}),
@@ -57,11 +57,10 @@ def test_diffusion_nft_runs_the_forwards_of_its_formula():
     }
 
 
-@given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 30))
-def test_folded_forwards_are_those_that_the_loop_makes(terms, micro, most):
-    sizes = [micro] * (terms // micro) + [terms % micro] * (terms % micro > 0)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(1, 30))
+def test_folded_forwards_are_those_that_the_loop_makes(sizes, most):
     micros = [MicroBatch(SimpleNamespace(sigma=range(size)), 0) for size in sizes]
-    assert folded_calls(terms, micro, most) == len(list(folded(micros, most)))
+    assert folded_calls(sizes, most) == len(list(folded(micros, most)))
 
 
 @given(st.sampled_from([1.0, 4.0]), st.sampled_from([0.0, 0.1]), st.integers(1, 3), st.integers(2, 9))
@@ -122,6 +121,19 @@ def test_ddrl_adds_its_data_to_the_trained_samples_and_no_forward(first_only, da
     del settings["data_on_first_only"]
     without = step_of(rl({"name": "ddrl", **settings}, {"solver": "edm_2ab"}, data_beta=0.0), step=1)
     assert without["policy"].samples == 24 * 3
+
+
+@pytest.mark.parametrize(("first_only", "data"), [(False, 24 * 3), (True, 24)])
+def test_data_in_forwards_of_its_own_adds_a_forward_for_each_micro_batch_that_has_any(first_only, data):
+    settings = {"train_on": [0, 2, 4], "ratio_norm": "std_scaled", "data_on_first_only": first_only, "data_beta": 0.1}
+    engine = {"micro_batch_size": 5, "max_forward_batch": 10}
+    separate = rl({"name": "ddrl", "data_forward": "separate", **settings}, {"solver": "edm_2ab"}, engine=engine)
+    joint = rl({"name": "ddrl", **settings}, {"solver": "edm_2ab"}, engine=engine)
+    forwards, terms = step_of(separate, step=2), 24 * 3
+    micro_batches = math.ceil((terms - data) / 5) + math.ceil(data / 5)
+    assert forwards["policy"] == Forwards(micro_batches + math.ceil(data / 5), terms + data)
+    assert forwards["ref"].samples == step_of(joint, step=2)["ref"].samples == terms
+    assert step_of(joint, step=2)["policy"].samples == forwards["policy"].samples
 
 
 def test_guidance_in_the_range_of_one_expert_is_counted_there_alone():

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wfm_ds.algorithms.batch import Term, TermBatch
-from wfm_ds.training.micro import MicroBatch, cut, folded, level
+from wfm_ds.training.micro import MicroBatch, MicroBatches, cut, folded, level
 
 HIGH, LOW = 0.95, 0.3  # noise levels of two experts, with their boundary at 0.875
 terms_of_a_rank = st.lists(st.tuples(st.sampled_from([HIGH, LOW]), st.sampled_from([0.0, 1.0])), min_size=1, max_size=9)
@@ -79,6 +79,23 @@ def test_micro_batches_have_one_expert_each_and_hold_every_term_once(drawn, size
     assert sorted(t.row for part, _ in parts for t in part) == [t.row for t in terms]
     assert all(1 <= len(part) <= size and {two_experts(t.sigma) for t in part} == {s} for part, s in parts)
     assert [s for _, s in parts] == sorted(s for _, s in parts)
+
+
+@given(st.lists(st.tuples(terms_of_a_rank, terms_of_a_rank), min_size=1, max_size=3), st.integers(1, 4))
+@settings(deadline=None)
+def test_all_ranks_run_equally_many_backwards_of_terms_with_one_part_and_with_two(drawn, size):
+    def terms_of(num_parts, rank):
+        return [Term(row=row, sigma=s, weight=w, num_parts=num_parts) for row, (s, w) in enumerate(rank)]
+
+    ranks = [[*terms_of(1, whole), *terms_of(2, divided)] for whole, divided in drawn]
+    cuts = [cut(terms, size, two_experts) for terms in levelled(ranks, two_experts, 2)]
+    kinds = [[(len(part), expert, part[0].num_parts) for part, expert in of_rank] for of_rank in cuts]
+    assert all(of_rank == kinds[0] for of_rank in kinds)
+    assert all(len({(two_experts(t.sigma), t.num_parts) for t in part}) == 1 for of_rank in cuts for part, _ in of_rank)
+    for before, of_rank in zip(ranks, cuts, strict=True):
+        live = [t for t in before if t.weight]
+        assert {t for part, _ in of_rank for t in part if t.weight} == set(live)
+        assert MicroBatches(of_rank, list).num_backwards == sum(num_parts for _, _, num_parts in kinds[0])
 
 
 def batch(first, count, expert):

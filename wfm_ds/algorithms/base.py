@@ -67,8 +67,8 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
 
     @abstractmethod
     def updates(self, rollouts: StepSamples, advantages: Sequence[float | None], step: int) -> list[list[TermT]]:
-        """This rank's terms of each optimizer step, equally many on every rank; of weight 0 for a sample without an
-        advantage. The loop drops what no rank needs for keeping its forwards equal to the others'."""
+        """This rank's terms of each optimizer step, equally many of each `num_parts` on every rank; of weight 0 for a
+        sample without an advantage. The loop drops what no rank needs for keeping its forwards equal to the others'."""
 
     @abstractmethod
     def assemble(self, terms: Sequence[TermT], rollouts: Sequence[Rollout], device: torch.device) -> BatchT:
@@ -77,7 +77,8 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     @abstractmethod
     def loss(self, velocity: Tensor, batch: BatchT, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
         """The loss of each term [B], unreduced, and its statistics. velocity: at (latents, sigma), guided like the
-        rollout, with gradient; references: theirs, by policy."""
+        rollout, with gradient; references: theirs, by policy. Of a batch that is one of several parts: the part's share
+        of the loss; `loss/total` of the parts is added up, any other statistic belongs to one of them."""
 
     def moves(self, step: int, num_updates: int) -> Mapping[str, float]:
         """Copies that follow the trained weights at the end of this RL step, after `num_updates` optimizer steps of the

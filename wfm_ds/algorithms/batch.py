@@ -17,6 +17,7 @@ class Term:
     row: int  # of the sample among this rank's rollouts
     sigma: float
     weight: float  # 1, or 0 for a term that only keeps ranks equal
+    num_parts: int = 1  # of its loss, each with a forward and backward of its own (TermBatch.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,13 @@ class TermBatch:
     weight: Tensor  # [B]
     prompts: Sequence[Prompt]  # embedded when a forward needs them: a term for each noise level would hold a copy
     conditional_frames: ConditionalFrames | None = None  # of these samples
+
+    def parts(self) -> Sequence[TermBatch]:
+        """Return what each forward and backward is about: all of it, unless the terms have more parts than one.
+
+        All parts have the weights [B] of all terms, and their losses add up to those of the terms.
+        """
+        return [self]
 
     def for_references(self) -> TermBatch:
         """Return the part that other policies predict for the loss: all of it, unless an algorithm says less."""

@@ -7,9 +7,10 @@ needs besides are two numbers of the plan. Terms of the loss: ddrl_terms.py.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -52,31 +53,60 @@ class DataNoise:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DdrlBatch(TermBatch):
-    """B terms, of which D have data. The denoiser is asked about B + D latents in one forward: `latents`, `sigma`,
-    `prompts` and `conditional_frames` hold the D noisy data behind the B rollout states."""
+class Transitions:
+    """What follows from the B rollout states."""
 
-    noise: Tensor  # [B, ...] of the transition
+    noise: Tensor  # [B, ...]
     gain: Tensor  # [B], d(mean)/d(velocity)/std
     std: Tensor  # [B]
     advantage: Tensor  # [B]
-    data: Tensor  # [D, ...], clean
-    data_noise: Tensor  # [D, ...]
-    data_rows: Tensor  # [D] int64, of their terms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CleanData:
+    """What the D noisy data were made of."""
+
+    clean: Tensor  # [D, ...]
+    noise: Tensor  # [D, ...]
+    terms: Tensor  # [D] int64, the indices of their terms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DdrlBatch(TermBatch):
+    """B terms, of which D have data. The denoiser is asked about B + D latents in one forward: `latents`, `sigma`,
+    `prompts` and `conditional_frames` hold the D noisy data behind the B rollout states. A divided batch has two parts
+    instead, the states and the data."""
+
+    transitions: Transitions | None  # None in the part that is the data
+    data: CleanData | None  # None in the part that is the states, and where data does not train
+    divided: bool
+
+    @property
+    def num_states(self) -> int:
+        return len(self.weight) if self.transitions else 0
+
+    def parts(self) -> Sequence[DdrlBatch]:
+        if not self.divided:
+            return [self]
+        states, data = slice(self.num_states), slice(self.num_states, None)
+        return [
+            dataclasses.replace(self, divided=False, data=None, **self._rows(states)),
+            dataclasses.replace(self, divided=False, transitions=None, **self._rows(data)),
+        ]
 
     def for_references(self) -> TermBatch:
-        """Without the data: no other policy is asked about it."""
-        count = len(self.weight)
-        conditional_frames = self.conditional_frames and ConditionalFrames(
-            self.conditional_frames.latents[:count], self.conditional_frames.counts[:count]
-        )
-        return TermBatch(
-            latents=self.latents[:count],
-            sigma=self.sigma[:count],
-            weight=self.weight,
-            prompts=self.prompts[:count],
-            conditional_frames=conditional_frames,
-        )
+        """Return the states: no other policy is asked about the data."""
+        return TermBatch(weight=self.weight, **self._rows(slice(self.num_states)))
+
+    def _rows(self, rows: slice) -> dict[str, Any]:
+        """These rows of the forward."""
+        frames = self.conditional_frames
+        return {
+            "latents": self.latents[rows],
+            "sigma": self.sigma[rows],
+            "prompts": self.prompts[rows],
+            "conditional_frames": frames and ConditionalFrames(frames.latents[rows], frames.counts[rows]),
+        }
 
     def free(self, rows: slice) -> Tensor | None:
         """[B,1,T,1,1], 0 on conditional frames, of these rows of the forward; None where nothing is ever given."""
@@ -96,6 +126,7 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
         super().__init__(recipe, sigmas)
         self.on_policy = recipe.rl.rollout.policy != "reference"
         self.reference = self.settings.reference
+        self.separate = self.settings.data_forward == "separate"
         self.rollout_policy = "train" if self.on_policy else self.reference
         self.references = tuple(self.settings.policies(recipe.rl.rollout))
         self.edm = self._plan(())
@@ -148,23 +179,27 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
 
     def updates(self, rollouts: StepSamples, advantages: Sequence[float | None], step: int) -> list[list[DdrlTerm]]:
         trained = self.trained_steps(step)
+        with_data = self._steps_with_data(trained)
         return [
             [
                 DdrlTerm(
                     row=row,
                     sigma=self.edm.steps[k].sigma,
                     weight=0.0 if advantages[rollouts.first + row] is None else 1.0,
+                    num_parts=2 if k in with_data and self.separate else 1,
                     index=k,
                     advantage=advantages[rollouts.first + row] or 0.0,
-                    data=self._data_noise(rollout, k, step) if self._has_data(k, trained) else None,
+                    data=self._data_noise(rollout, k, step) if k in with_data else None,
                 )
                 for row, rollout in enumerate(rollouts.mine)
                 for k in trained
             ]
         ]
 
-    def _has_data(self, k: int, trained: Sequence[int]) -> bool:
-        return self.settings.data_beta > 0 and (k == trained[0] or not self.settings.data_on_first_only)
+    def _steps_with_data(self, trained: Sequence[int]) -> Sequence[int]:
+        if self.settings.data_beta == 0:
+            return []
+        return trained[:1] if self.settings.data_on_first_only else trained
 
     def _data_noise(self, rollout: Rollout, k: int, step: int) -> DataNoise:
         if self.settings.use_rl_sigma_and_noise:
@@ -187,14 +222,21 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
             weight=column([t.weight for t in terms], device),
             prompts=[sample.prompt for sample in [*samples, *seen.samples]],
             conditional_frames=self._conditional_frames([*samples, *seen.samples], device),
-            noise=drawn_normal(torch.cat(seeds).to(device), states),
-            gain=column([step.gain for step in steps], device),
-            std=column([step.std for step in steps], device),
-            advantage=column([t.advantage for t in terms], device),
-            data=seen.clean,
-            data_noise=seen.noise,
-            data_rows=torch.tensor(seen.rows, dtype=torch.int64, device=device),
+            transitions=Transitions(
+                noise=drawn_normal(torch.cat(seeds).to(device), states),
+                gain=column([step.gain for step in steps], device),
+                std=column([step.std for step in steps], device),
+                advantage=column([t.advantage for t in terms], device),
+            ),
+            data=self._clean_data(seen, device),
+            divided=any(t.num_parts > 1 for t in terms),
         )
+
+    def _clean_data(self, seen: NoisedData, device: torch.device) -> CleanData | None:
+        if self.settings.data_beta == 0:
+            return None
+        terms = torch.tensor(seen.rows, dtype=torch.int64, device=device)
+        return CleanData(clean=seen.clean, noise=seen.noise, terms=terms)
 
     def _conditional_frames(self, samples: Sequence[Rollout], device: torch.device) -> ConditionalFrames | None:
         if self.settings.max_num_conditional_frames == 0:
@@ -205,38 +247,47 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
         )
 
     def loss(self, velocity: Tensor, batch: DdrlBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
-        s, count = self.settings, len(batch.weight)
-        of_rollouts, of_data = velocity[:count], velocity[count:]
-        free = batch.free(slice(count))
-        reference = references.get(self.reference, of_rollouts.detach())
-        old = of_rollouts.detach() if self.on_policy else reference
-        log_rho = log_ratio(of_rollouts, old, batch.noise, batch.gain, batch.std, norm=s.ratio_norm, free=free)
-        policy = clipped_policy_loss(log_rho, batch.advantage, s.clip_ratio, s.clip_ratio)
-        loss, stats = policy, {"loss/policy": policy.detach(), **self._measured(log_rho.detach(), batch)}
-        if s.kl_beta > 0:
-            kl = reference_kl(of_rollouts, reference, batch.gain, batch.std, norm=s.ratio_norm, free=free)
-            loss = loss + s.kl_beta * kl
-            stats |= {"loss/kl": kl.detach()}
-        if s.data_beta > 0:
-            data, has_data = self._data_loss(of_data, batch)
+        s, count = self.settings, batch.num_states
+        loss = torch.zeros_like(batch.weight)
+        stats: Stats = {}
+        if batch.transitions is not None:
+            loss, stats = self._policy_loss(velocity[:count], batch.transitions, references, batch.free(slice(count)))
+        if batch.data is not None:
+            data, has_data = self._data_loss(velocity[count:], batch, batch.data)
             loss = loss + s.data_beta * data
             stats |= {"loss/data": (data.detach(), has_data)}
         return s.loss_scale * loss, {"loss/total": loss.detach(), **stats}
 
-    def _data_loss(self, velocity: Tensor, batch: DdrlBatch) -> tuple[Tensor, Tensor]:
+    def _policy_loss(
+        self, velocity: Tensor, transitions: Transitions, references: Mapping[str, Tensor], free: Tensor | None
+    ) -> tuple[Tensor, Stats]:
+        """The part of the rollout states in each term [B], with its distance to the reference."""
+        s, of = self.settings, transitions
+        reference = references.get(self.reference, velocity.detach())
+        old = velocity.detach() if self.on_policy else reference
+        log_rho = log_ratio(velocity, old, of.noise, of.gain, of.std, norm=s.ratio_norm, free=free)
+        loss = clipped_policy_loss(log_rho, of.advantage, s.clip_ratio, s.clip_ratio)
+        stats = {"loss/policy": loss.detach(), **self._measured(log_rho.detach(), of.advantage)}
+        if s.kl_beta > 0:
+            kl = reference_kl(velocity, reference, of.gain, of.std, norm=s.ratio_norm, free=free)
+            loss = loss + s.kl_beta * kl
+            stats |= {"loss/kl": kl.detach()}
+        return loss, stats
+
+    def _data_loss(self, velocity: Tensor, batch: DdrlBatch, data: CleanData) -> tuple[Tensor, Tensor]:
         """The data's part of each term [B], 0 where it has none, and whether it has any. velocity: of the D data."""
-        of_terms, count = torch.zeros_like(batch.weight), len(batch.weight)
+        of_terms = torch.zeros_like(batch.weight)
         if len(velocity) == 0:
             return of_terms, of_terms
-        free = batch.free(slice(count, None))
-        losses = data_loss(velocity, batch.data, batch.data_noise, batch.sigma[count:], free)
-        return of_terms.index_add(0, batch.data_rows, losses), of_terms.index_fill(0, batch.data_rows, 1.0)
+        rows = slice(batch.num_states, None)
+        losses = data_loss(velocity, data.clean, data.noise, batch.sigma[rows], batch.free(rows))
+        return of_terms.index_add(0, data.terms, losses), of_terms.index_fill(0, data.terms, 1.0)
 
-    def _measured(self, log_rho: Tensor, batch: DdrlBatch) -> Stats:
+    def _measured(self, log_rho: Tensor, advantage: Tensor) -> Stats:
         """Measure how far the policy is from the one that rolled out; detached [B]."""
         if self.on_policy:  # before the only update of the step the ratio is 1
             return {}
-        deviation, positive = torch.expm1(log_rho), batch.advantage > 0
+        deviation, positive = torch.expm1(log_rho), advantage > 0
         higher, lower = deviation > self.settings.clip_ratio, deviation < -self.settings.clip_ratio
         return {
             "ddrl/log_ratio_abs_mean": log_rho.abs(),
@@ -245,7 +296,7 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
             "policy/ratio_max_abs_dev": deviation.abs(),
             "policy/clip_fraction_higher": higher.float(),
             "policy/clip_fraction_lower": lower.float(),
-            "policy/clip_fraction_active": torch.where(positive, higher, lower & (batch.advantage < 0)).float(),
+            "policy/clip_fraction_active": torch.where(positive, higher, lower & (advantage < 0)).float(),
         }
 
     def moves(self, step: int, num_updates: int) -> Mapping[str, float]:

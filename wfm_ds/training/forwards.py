@@ -2,15 +2,15 @@
 
 Counts are those of one rank, equal on all ranks (those of a replica run each forward together), and exact as long as
 every optimizer step is applied. With two experts a micro-batch holds terms of one, so an update may run one forward
-more of each purpose; with `data.buckets` a validation loss runs a forward more for each further size. The names are
-those of `CountedForward.counts`.
+more of each purpose, and of `policy` one more for data in forwards of its own; with `data.buckets` a validation loss
+runs a forward more for each further size. The names are those of `CountedForward.counts`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from wfm_ds.algorithms.sft import NUM_BUCKETS
+from wfm_ds.chunks import chunks
 
 if TYPE_CHECKING:
     from wfm_ds.algorithms import RlAlgorithm
@@ -77,9 +78,11 @@ def rl_step(
     times, share = len(asked_at) + num_guided, num_guided / len(asked_at)
     rollout = seen_by(policy, in_batches(derived.samples_per_rank, recipe.engine.max_forward_batch, times))
     terms = num_terms(recipe, derived)
-    calls = math.ceil(terms / recipe.engine.micro_batch_size)
-    trained = Forwards(calls, terms + algorithm.settings.num_data(terms))  # a term and its data share a forward
-    compared = Forwards(folded_calls(terms, recipe.engine.micro_batch_size, recipe.engine.max_forward_batch), terms)
+    divided, size = algorithm.settings.num_divided(terms), recipe.engine.micro_batch_size
+    sizes = [*map(len, chunks(range(terms - divided), size)), *map(len, chunks(range(divided), size))]
+    calls, of_data = len(sizes), math.ceil(divided / size)  # a term and its data share a forward, unless divided
+    trained = Forwards(calls + of_data, terms + algorithm.settings.num_data(terms))
+    compared = Forwards(folded_calls(sizes, recipe.engine.max_forward_batch), terms)
 
     parts = [] if recipe.is_async else [{"rollout": rollout}]
     current = equal_policies(algorithm, derived, step)
@@ -123,13 +126,15 @@ def evaluations(plan: Plan) -> list[float]:
     return asked
 
 
-def folded_calls(terms: int, micro: int, most: int) -> int:
-    """Forwards of predictions without gradient: whole micro-batches share one while they have at most `most` terms."""
-    full, rest = divmod(terms, micro)
-    together = max(1, most // micro)
-    calls = math.ceil(full / together)
-    room = most - (full - (calls - 1) * together) * micro if calls else 0
-    return calls + (rest > max(room, 0))
+def folded_calls(sizes: Iterable[int], most: int) -> int:
+    """Forwards of predictions without gradient, by the sizes of the micro-batches: whole ones share a forward while
+    they have at most `most` terms."""
+    calls, room = 0, 0
+    for size in sizes:
+        if size > room:
+            calls, room = calls + 1, most
+        room -= size
+    return calls
 
 
 def seen_by(policy: str, forwards: Forwards) -> Forwards:

@@ -8,10 +8,11 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
+from wfm_ds.algorithms.base import Stats
 from wfm_ds.algorithms.batch import Term, TermBatch
 from wfm_ds.chunks import chunks
 from wfm_ds.types import ConditionalFrames
@@ -21,10 +22,14 @@ TermT = TypeVar("TermT", bound=Term)
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Terms of one forward and backward; `batch` is of the algorithm's own class."""
+    """Terms that go through the denoiser together, or part by part; `batch` is of the algorithm's own class."""
 
     batch: Any
     expert: int  # the expert that denoises at all of its noise levels
+
+    def parts(self) -> list[MicroBatch]:
+        """What has a forward and backward of its own, in their order."""
+        return [MicroBatch(part, self.expert) for part in self.batch.parts()]
 
     @classmethod
     def joined(cls, micros: Sequence[MicroBatch]) -> MicroBatch:
@@ -50,15 +55,19 @@ class MicroBatches(Generic[TermT]):
     """The micro-batches of an optimizer step, each assembled when its turn comes: all noised videos at once would fill
     a device. Iterating again assembles the same again, for every draw has a key."""
 
-    parts: Sequence[tuple[Sequence[TermT], int]]  # terms and their expert
+    cuts: Sequence[tuple[Sequence[TermT], int]]  # terms and their expert
     assemble: Callable[[Sequence[TermT]], Any]
 
     def __len__(self) -> int:
-        return len(self.parts)
+        return len(self.cuts)
+
+    @property
+    def num_backwards(self) -> int:
+        return sum(terms[0].num_parts for terms, _ in self.cuts)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        for part, expert in self.parts:
-            yield MicroBatch(self.assemble(part), expert)
+        for terms, expert in self.cuts:
+            yield MicroBatch(self.assemble(terms), expert)
 
 
 def joined_frames(parts: Sequence[ConditionalFrames | None]) -> ConditionalFrames | None:
@@ -75,31 +84,44 @@ def level(
     num_experts: int,
     maxima: Callable[[dict[str, float]], dict[str, float]],
 ) -> list[TermT]:
-    """Terms of weight 1 in their order, and enough of weight 0 that all ranks have equally many of each expert.
+    """Terms of weight 1 in their order, and enough of weight 0 that all ranks have equally many of each expert and
+    number of parts.
 
-    `terms`: this rank's, not empty. `maxima`: over ranks, collective. Empty where no rank has a term of weight 1: then
-    there is no optimizer step to do.
+    `terms`: this rank's, not empty, with the numbers of parts that every rank has. `maxima`: over ranks, collective.
+    Empty where no rank has a term of weight 1: then there is no optimizer step to do.
     """
-    by_expert = [[t for t in terms if expert_of(t.sigma) == expert] for expert in range(num_experts)]
-    live = [[t for t in of_expert if t.weight > 0] for of_expert in by_expert]
-    highest = {f"sigma {expert}": max((t.sigma for t in ts), default=0.0) for expert, ts in enumerate(by_expert)}
-    agreed = maxima({f"count {expert}": float(len(ts)) for expert, ts in enumerate(live)} | highest)
-    needed = [int(agreed[f"count {expert}"]) for expert in range(num_experts)]
+    kinds = list(itertools.product(range(num_experts), sorted({t.num_parts for t in terms})))
+    of_kind = {kind: [t for t in terms if (expert_of(t.sigma), t.num_parts) == kind] for kind in kinds}
+    live = {kind: [t for t in of_kind[kind] if t.weight > 0] for kind in kinds}
+    highest = {f"sigma {kind}": max((t.sigma for t in of_kind[kind]), default=0.0) for kind in kinds}
+    agreed = maxima({f"count {kind}": float(len(live[kind])) for kind in kinds} | highest)
     levelled: list[TermT] = []
-    for expert, count in enumerate(needed):
+    for kind in kinds:
         # A rank without a term of this expert asks about another one's latents at a sigma of the expert, for no weight.
-        fillers = by_expert[expert] or [dataclasses.replace(terms[0], sigma=agreed[f"sigma {expert}"])]
+        another = next(t for t in terms if t.num_parts == kind[1])
+        fillers = of_kind[kind] or [dataclasses.replace(another, sigma=agreed[f"sigma {kind}"])]
         unused = [dataclasses.replace(t, weight=0.0) for t in sorted(fillers, key=lambda t: t.weight)]
-        levelled += [*live[expert], *itertools.islice(itertools.cycle(unused), count - len(live[expert]))]
+        missing = int(agreed[f"count {kind}"]) - len(live[kind])
+        levelled += [*live[kind], *itertools.islice(itertools.cycle(unused), missing)]
     return levelled
 
 
 def cut(terms: Sequence[TermT], size: int, expert_of: Callable[[float], int]) -> list[tuple[Sequence[TermT], int]]:
-    """Micro-batches of at most `size` terms of one expert, in the order of experts, with their expert."""
-    by_expert: dict[int, list[TermT]] = defaultdict(list)
+    """Micro-batches of at most `size` terms of one expert and one number of parts, in the order of experts, with their
+    expert."""
+    of_kind: dict[tuple[int, int], list[TermT]] = defaultdict(list)
     for term in terms:
-        by_expert[expert_of(term.sigma)].append(term)
-    return [(part, expert) for expert in sorted(by_expert) for part in chunks(by_expert[expert], size)]
+        of_kind[expert_of(term.sigma), term.num_parts].append(term)
+    return [(part, kind[0]) for kind in sorted(of_kind) for part in chunks(of_kind[kind], size)]
+
+
+def joined_stats(parts: Sequence[Stats]) -> Stats:
+    """Statistics of a micro-batch whose loss is the sum of those of its parts."""
+    if len(parts) == 1:
+        return parts[0]
+    totals = [cast(torch.Tensor, stats["loss/total"]) for stats in parts]
+    merged = {tag: stat for stats in parts for tag, stat in stats.items()}
+    return merged | {"loss/total": torch.stack(totals).sum(dim=0)}
 
 
 def folded(micros: Iterable[MicroBatch], max_terms: int) -> Iterator[list[MicroBatch]]:

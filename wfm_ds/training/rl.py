@@ -11,6 +11,7 @@ from torch import Tensor
 
 from wfm_ds.algorithms import RlAlgorithm
 from wfm_ds.algorithms.advantages import Advantages, reward_stats, reward_warnings, step_rewards
+from wfm_ds.algorithms.base import Stats
 from wfm_ds.algorithms.batch import Term
 from wfm_ds.algorithms.terms import keyed_permutation
 from wfm_ds.errors import RunError
@@ -20,7 +21,7 @@ from wfm_ds.run.job import Job
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
 from wfm_ds.training.loop import Loop
-from wfm_ds.training.micro import MicroBatch, MicroBatches, cut, folded, level
+from wfm_ds.training.micro import MicroBatch, MicroBatches, cut, folded, joined_stats, level
 from wfm_ds.training.outcome import StepReport, engine_metrics
 from wfm_ds.training.validation import Validator
 from wfm_ds.types import Score
@@ -142,15 +143,18 @@ class RlLoop(Loop):
         # Counted over all replicas before the first backward: one denominator for all micro-batches.
         num_terms = int(job.world.replica_sums({"terms": sum(t.weight for t in terms)})["terms"])
         micros = self.micro_batches(terms, rollouts)
-        engine.expect(len(micros))
+        engine.expect(micros.num_backwards)
         references = self.reference_velocities(micros, recalled)
         with job.timer("train"):
             for i, micro in enumerate(micros):
-                velocity = self.velocity("policy", micro)
-                predictions = {policy: found[i].to(velocity.device) for policy, found in references.items()}
-                loss_B, stats = self.algorithm.loss(velocity, micro.batch, predictions)
-                engine.backward((loss_B * micro.batch.weight).sum(), num_terms)
-                self.meter.add({"loss/total": loss_B.detach(), **stats}, micro.batch.weight)
+                predictions = {policy: found[i].to(job.world.device) for policy, found in references.items()}
+                of_parts: list[Stats] = []
+                for part in micro.parts():  # a backward each, so that the activations of one are kept at a time
+                    velocity = self.velocity("policy", part)
+                    loss_B, stats = self.algorithm.loss(velocity, part.batch, predictions)
+                    engine.backward((loss_B * part.batch.weight).sum(), num_terms)
+                    of_parts.append({"loss/total": loss_B.detach(), **stats})
+                self.meter.add(joined_stats(of_parts), micro.batch.weight)
         with job.timer("optimizer"):
             result = engine.step()
             if result.applied:
@@ -167,7 +171,8 @@ class RlLoop(Loop):
         return level(terms, model.expert_of, len(model.sigma_ranges), self.job.world.maxima)
 
     def micro_batches(self, terms: Sequence[Term], rollouts: StepRollouts) -> MicroBatches[Term]:
-        """The terms in the order of their forwards: at most engine.micro_batch_size in each, all of one expert."""
+        """The terms in the order of their forwards: at most engine.micro_batch_size in each, all of one expert
+        and one number of parts."""
         job = self.job
         return MicroBatches(
             cut(terms, job.recipe.engine.micro_batch_size, job.model.expert_of),

@@ -122,6 +122,10 @@ class RlSettings(AlgorithmSettings):
         """Samples of data that are trained on beside this many terms."""
         return 0
 
+    def num_divided(self, num_terms: int) -> int:
+        """How many of these terms have their data in a forward and backward of its own."""
+        return 0
+
     def policies(self, rollout: RolloutRecipe) -> frozenset[str]:
         """Copies of the weights that it compares or rolls out with: of `old` and `ref`."""
         return frozenset()

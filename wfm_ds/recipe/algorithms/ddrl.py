@@ -44,6 +44,10 @@ class DdrlAlgorithm(RlSettings):
     noise level of the base model's training density and noise of its own."""
     data_on_first_only: bool = False
     """Compute the diffusion loss at the first trained step only (its weight stays one part of all trained steps)."""
+    data_forward: Literal["joint", "separate"] = "joint"
+    """`joint`: rollout states and noisy data go through the denoiser in one forward. `separate`: the data has a forward
+    and backward of its own in the same optimizer step, so that the activations of only one of the two are kept. The
+    gradient is the same; it takes less memory, and twice as many forwards of half the size."""
     min_num_conditional_frames: NonNegativeInt = 0
     """Smallest number of latent frames of the data that a group of rollouts is given: 0 none, 1 an image, 2 a video."""
     max_num_conditional_frames: NonNegativeInt = 0
@@ -82,6 +86,9 @@ class DdrlAlgorithm(RlSettings):
         if self.data_beta == 0:
             return 0
         return num_terms // len(self.train_on) if self.data_on_first_only else num_terms
+
+    def num_divided(self, num_terms: int) -> int:
+        return self.num_data(num_terms) if self.data_forward == "separate" else 0
 
     def policies(self, rollout: RolloutRecipe) -> frozenset[str]:
         needed = self.kl_beta > 0 or rollout.policy == "reference"
@@ -136,10 +143,11 @@ class DdrlAlgorithm(RlSettings):
                 f"min_num_conditional_frames {self.min_num_conditional_frames} is above max_num_conditional_frames "
                 f"{self.max_num_conditional_frames}"
             )
-        if self.data_beta == 0 and (self.data_on_first_only or not self.use_rl_sigma_and_noise):
+        about_data = self.data_on_first_only or not self.use_rl_sigma_and_noise or self.data_forward == "separate"
+        if self.data_beta == 0 and about_data:
             raise ValueError(
-                "data_on_first_only and use_rl_sigma_and_noise are about the diffusion loss, which data_beta: 0 leaves "
-                "out: remove them, or raise data_beta"
+                "data_on_first_only, use_rl_sigma_and_noise and data_forward are about the diffusion loss, which "
+                "data_beta: 0 leaves out: remove them, or raise data_beta"
             )
         if self.exp_reward_baseline and not self.exp_reward:
             raise ValueError("exp_reward_baseline is only read with exp_reward: true")
