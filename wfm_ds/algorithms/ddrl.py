@@ -54,7 +54,7 @@ class DataNoise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transitions:
-    """What follows from the B rollout states."""
+    """The transitions from the B rollout states."""
 
     noise: Tensor  # [B, ...]
     gain: Tensor  # [B], d(mean)/d(velocity)/std
@@ -64,7 +64,7 @@ class Transitions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CleanData:
-    """What the D noisy data were made of."""
+    """The clean data and the noise behind the D noisy ones."""
 
     clean: Tensor  # [D, ...]
     noise: Tensor  # [D, ...]

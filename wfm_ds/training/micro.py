@@ -28,7 +28,7 @@ class MicroBatch:
     expert: int  # the expert that denoises at all of its noise levels
 
     def parts(self) -> list[MicroBatch]:
-        """What has a forward and backward of its own, in their order."""
+        """The batches that have a forward and backward of their own, in their order."""
         return [MicroBatch(part, self.expert) for part in self.batch.parts()]
 
     @classmethod

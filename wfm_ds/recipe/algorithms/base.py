@@ -123,7 +123,7 @@ class RlSettings(AlgorithmSettings):
         return 0
 
     def num_divided(self, num_terms: int) -> int:
-        """How many of these terms have their data in a forward and backward of its own."""
+        """The number of these terms that have their data in a forward and backward of its own."""
         return 0
 
     def policies(self, rollout: RolloutRecipe) -> frozenset[str]:
