@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from wfm_ds.data.digits import write_digits
+
 ROOT = Path(__file__).parent.parent.parent
 DEADLINE_S = 240
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -71,8 +73,10 @@ def test_the_last_messages_are_whole_lines_after_the_progress_line(tmp_path):
 
 @pytest.mark.slow
 def test_the_lines_that_load_a_run_can_be_copied_from_its_terminal(tmp_path):
+    write_digits(tmp_path / "digits")
     out = tmp_path / ("a_folder_with_a_name_of_some_length_" * 3)
     settings = ["run.steps=1", "validation.at_start=false", "logging.tensorboard=false", f"run.output_dir={out}"]
+    settings += [f"data.path={tmp_path / 'digits' / 'images'}"]
     text = in_terminal(["-m", "wfm_ds.train", "recipes/tiny/sd3_sft_lora.yaml", *settings])
     code = copied(text)
     compile(code, "copied", "exec")

@@ -46,7 +46,7 @@ class DataRecipe(Section):
     usual shapes from 2:1 to 1:2. Unset: all are cut to sampling.height x width."""
     max_upscale: Annotated[float, Field(ge=1)] = 2.0
     """Media that must be enlarged more than this to cover their size are skipped and counted as too_small."""
-    workers: PositiveInt = 2
+    workers: Annotated[int, Field(ge=1, le=256)] = 2
     """Threads of each rank that read and decode ahead."""
     allow_pickle: bool = False
     """cosmos: also read text embeddings from pickles, of which nothing but numpy arrays is ever built."""

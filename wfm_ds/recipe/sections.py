@@ -164,7 +164,7 @@ class RolloutRecipe(Section):
     max_staleness: NonNegativeInt = 1
     """async: how many publications of the policy, one per RL step, a sample may be behind the weights that train on it.
     0 is strictly on-policy: samples of a step are generated after the step before it."""
-    spawn: NonNegativeInt = 1
+    spawn: Annotated[int, Field(ge=0, le=256)] = 1
     """async: workers that the trainer starts on its machine. 0: only those that join by themselves."""
     devices: Annotated[list[str], Field(min_length=1)] | None = None
     """async: devices of these workers in turn, such as cuda:6. Unset: cpu; must be set where the trainer has GPUs."""
@@ -212,7 +212,7 @@ class RewardFunction(Section):
     """Raw scores are clipped to this range before the weight."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the reward's constructor."""
-    workers: PositiveInt = 1
+    workers: Annotated[int, Field(ge=1, le=256)] = 1
     """Processes that compute it, when the trainer starts the service."""
     max_batch: Annotated[int, Field(ge=1, le=64)] = 16
     """Items that a worker scores at once, when the trainer starts the service."""
