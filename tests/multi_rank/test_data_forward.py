@@ -108,6 +108,7 @@ def same_metrics(joint, separate, num_samples):
     return of_joint["perf/forwards_policy"], of_separate["perf/forwards_policy"]
 
 
+@pytest.mark.slow
 def test_on_one_rank(one_rank, compare):
     """8 samples, 3 trained steps."""
     assert compare(one_rank) == (8, 16)
