@@ -71,11 +71,10 @@ class Monitor:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
         self._metrics.write(json.dumps({"step": step, "time": now, **finite}, allow_nan=False) + "\n")
         self._metrics.flush()
-        for tag, value in finite.items():
-            if value is None:
-                self._warn_not_finite(step, tag, values[tag])
-            elif self._writer is not None:
-                self._writer.add_scalar(tag, value, step)
+        for tag in (tag for tag, value in finite.items() if value is None):
+            self._warn_not_finite(step, tag, values[tag])
+        if self._writer is not None:
+            self._writer.file_writer.add_summary(scalars_summary(finite), step)
 
     def samples(self, step: int, tag: str, samples: Sequence[ShownSample]) -> None:
         """Show samples in TensorBoard: a grid, a row per prompt, and a table of prompts, seeds and rewards. Of videos
@@ -146,6 +145,14 @@ def _open_tensorboard(folder: Path, resumed_at: int | None) -> Any:
 
     purge_step = None if resumed_at is None else resumed_at + 1
     return SummaryWriter(str(folder), flush_secs=TENSORBOARD_FLUSH_S, purge_step=purge_step)
+
+
+def scalars_summary(values: Mapping[str, float | None]) -> Any:
+    """All numbers of a step as one summary: one record to write instead of one for each tag."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    points = ((tag, value) for tag, value in values.items() if value is not None)
+    return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in points])
 
 
 def animation_summary(tag: str, samples: Sequence[ShownSample]) -> Any:
