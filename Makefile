@@ -1,5 +1,9 @@
 .DEFAULT_GOAL := help
-PY := .venv/bin/python
+# PY=python3 uses a Python of your own, which has everything installed.
+PY ?= .venv/bin/python
+SETUP := $(if $(filter .venv/bin/python,$(PY)),setup)
+# Files of tests at a time, of which some start four processes; 0: all in one process, for a debugger.
+JOBS ?= 2
 export OMP_WAIT_POLICY = PASSIVE
 
 help:  ## This list
@@ -12,16 +16,19 @@ setup: .venv/installed  ## Create .venv and install wfm_ds with everything that 
 	DS_BUILD_OPS=0 $(PY) -m pip install -q -c constraints.txt -e ".[dev]"
 	touch .venv/installed
 
-quickstart: setup  ## Train the digits model by SFT, improve it by DiffusionNFT, show the result (docs/quickstart.md)
+quickstart: $(SETUP)  ## Train the digits model by SFT, improve it by DiffusionNFT, show the result (docs/quickstart.md)
 	$(PY) -m wfm_ds.quickstart --output outputs/quickstart
 
-test: setup  ## Run the tests; variants by ARGS="tests/pipes -k ledger"
-	$(PY) -m pytest $(or $(ARGS),-m "not slow and not gpu")
+test: $(SETUP)  ## Run the tests; variants by ARGS="tests/pipes -k ledger"
+	$(PY) -m pytest -n $(JOBS) --dist loadfile $(or $(ARGS),-m "not slow and not gpu")
 
-lint: setup  ## Formatting, lint rules and types
+lint: $(SETUP)  ## Formatting, lint rules and types
 	$(PY) -m ruff format --check . && $(PY) -m ruff check . && $(PY) -m mypy
 
-bench: setup  ## Measure the kernels on a GPU, or count their launches, bytes and waits on a CPU (docs/performance.md)
+bench: $(SETUP)  ## Measure the kernels on a GPU, or count their launches, bytes and waits on a CPU (docs/performance.md)
 	$(PY) -m benchmarks.kernels
 
-.PHONY: help setup quickstart test lint bench
+gpu: $(SETUP)  ## Everything that one GPU can show, in an hour; ARGS="--tiny" rehearses it on a CPU (docs/performance.md)
+	$(PY) -m benchmarks.gpu day $(ARGS)
+
+.PHONY: help setup quickstart test lint bench gpu

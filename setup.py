@@ -66,6 +66,7 @@ setup(
         "dev": [
             "matplotlib",
             "pytest",
+            "pytest-xdist",
             "s3fs",
             "moto[s3]",  # an S3 server for tests, with the two of the next line
             "flask",

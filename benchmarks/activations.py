@@ -18,56 +18,20 @@ import os
 import subprocess
 import sys
 import tempfile
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from benchmarks import report
 from wfm_ds.distributed.world import free_port
+from wfm_ds.engine.live import LiveBytes
 
 SIDE = 32  # rows and columns of a latent frame; patches are 2 x 2
 WIDER = {"num_attention_heads": 8, "ffn_dim": 512, "num_layers": 4}  # than the tiny pipeline's, for up to 8 ranks
 CHECKPOINTING = {"off": False, "on": True}
 MIB = 2**20
-
-
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of the tensors that operators have made within the block and that are alive."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        given = {id_of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and id_of(tensor) not in given:
-                self._add(tensor.untyped_storage())
-        return made
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known:  # another view of it
-            return
-        self._known.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._drop, key, size)
-
-    def _drop(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
-
-
-def id_of(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def measure(num_ranks: int, frames: int, *, checkpointing: bool) -> dict[str, int]:

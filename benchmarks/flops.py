@@ -35,7 +35,7 @@ from wfm_ds.recipe.derived import Derived, derive
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.run.model import load_model
 from wfm_ds.training.flops import count_flops, work_of
-from wfm_ds.training.forwards import Forwards, added, evaluation, guided_by, rl_step, sft_step
+from wfm_ds.training.forwards import Forwards, Guided, added, evaluation, evaluations, guided_by, rl_step, sft_step
 
 PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
 RL = {
@@ -104,9 +104,21 @@ def step_forwards(recipe: Recipe, derived: Derived, model: DiffusionModel) -> li
     """Yield the forwards of one rank, by step of the run; one step of SFT stands for all."""
     if not recipe.is_rl:
         return [sft_step(recipe, derived)]
-    algorithm = build_rl(recipe, model.sigmas(recipe.sampling.steps, latent_shape(recipe, model)))
+    algorithm = build_rl(recipe, model.rollout_sigmas(recipe.sampling))
+    cheap = recipe.sampling.of_candidates
+    explored_at = None if cheap is None else model.rollout_sigmas(cheap)[:-1].tolist()
     guided = guided_by(recipe, model.expert_of)
-    return [rl_step(recipe, derived, algorithm, step, guided=guided) for step in range(1, recipe.run.steps + 1)]
+    return [
+        rl_step(recipe, derived, algorithm, step, guided=guided, explored_at=explored_at)
+        for step in range(1, recipe.run.steps + 1)
+    ]
+
+
+def compared_levels(recipe: Recipe, model: DiffusionModel) -> list[float]:
+    """The noise levels of the rollouts that an evaluation compares with; none unless the recipe asks for it."""
+    if not recipe.validation.rollout_correlation:
+        return []
+    return evaluations(build_rl(recipe, model.rollout_sigmas(recipe.sampling)).plan(1))
 
 
 def flops_of_sample(recipe: Recipe, subject: Subject) -> Flops:
@@ -163,15 +175,19 @@ class Count:
     derived: Derived
     steps: Sequence[Mapping[str, Forwards]]  # of one rank
     flops: Flops
+    guided: Guided
     guided_steps: int  # of an evaluation's denoise steps
+    compared: Sequence[float]  # noise levels of the rollouts that an evaluation compares with
 
     @classmethod
     def of(cls, recipe: Recipe, subject: Subject, world_size: int) -> Count:
         derived = derive(recipe, world_size)
-        steps = step_forwards(recipe, derived, subject.model)
         grid = subject.model.sigmas(recipe.sampling.eval_steps, latent_shape(recipe, subject.model))
-        guided_steps = sum(map(guided_by(recipe, subject.model.expert_of), grid[:-1].tolist()))
-        return cls(recipe, subject.title, derived, steps, flops_of_sample(recipe, subject), guided_steps)
+        steps = step_forwards(recipe, derived, subject.model)
+        guided, compared = guided_by(recipe, subject.model.expert_of), compared_levels(recipe, subject.model)
+        guided_steps = sum(map(guided, grid[:-1].tolist()))
+        flops = flops_of_sample(recipe, subject)
+        return cls(recipe, subject.title, derived, steps, flops, guided, guided_steps, compared)
 
     def report(self) -> str:
         """The cost of one sample, of an evaluation, and of a step by purpose."""
@@ -185,6 +201,8 @@ class Count:
             num_prompts=validation.num_prompts,
             num_images=num_images,
             guided_steps=self.guided_steps,
+            rollout=self.compared,
+            guided=self.guided,
         )
         work = sum(w.total for w in work_of(evaluated, flops).values()) * replicas
         recomputed = f" and {with_prefix(flops.recompute)}FLOP recomputed" if flops.recompute else ""

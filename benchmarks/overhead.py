@@ -1,19 +1,23 @@
-"""Processor time of an SFT step beside a bare loop's: `python -m benchmarks.overhead [--steps 60] [--write]`.
+"""Processor time of an SFT step beside a bare loop's: `python -m benchmarks.overhead [--pairs 30] [--write]`.
 
-Both loops train one model with one DeepSpeed engine on the same images, in turns and in one process: ours as a run does
-it (order of the data, keyed noise, metrics, checkpoints that are not due), the bare one as a page of plain torch does.
-One rank on a CPU. They take turns block by block: what a loop's threads read ahead falls into its own block but for the
-edges. The ratio is of the medians of all blocks but the first.
+Both loops train one model with one DeepSpeed engine on the same images in one process: ours as a run does it (order of
+the data, keyed noise, metrics, checkpoints that are not due), the bare one as a page of plain torch does. One rank on
+one thread of a CPU. They take turns in short blocks, ours first in every other pair, so that a machine that gets slower
+does so for both; before the clock stops, what a block's threads read ahead is there. The ratio is the median over the
+pairs, and the interval holds the true median with 95 %.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
+import math
 import random
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +26,8 @@ from typing import Any
 from benchmarks import report
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "tiny" / "sd3_sft.yaml"
-BLOCK = 10  # steps
+BLOCK_S = 0.3  # of processor time, about: what a step costs beside it wanders more slowly than this
+WARM_UP = 3  # steps of each loop
 CASES = {
     "tiny": ([], 1.15),
     "mid": (["sampling.height=64", "sampling.width=64", "engine.micro_batch_size=16", "data.max_upscale=8"], 1.03),
@@ -74,36 +79,84 @@ def bare_step(job: Any, samples: Sequence[Any]) -> None:
         ds.step()
 
 
-def measured(name: str, steps: int) -> dict[str, Any]:
-    case, goal = CASES[name]
+def settled() -> float:
+    """Wait until every other thread of this process sleeps, and return the processor seconds of all of them.
+
+    The kernel says who sleeps: on a busy machine a thread that has work may get no time, and only looks idle.
+    """
+    this = str(threading.get_native_id())
+    while any(_state(task) != "S" for task in Path("/proc/self/task").iterdir() if task.name != this):
+        time.sleep(0.001)
+    return time.process_time()
+
+
+def _state(task: Path) -> str:
+    """State of a thread as proc(5) has it; the name before it stands in brackets, and may hold spaces."""
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):  # it ended
+        return "S"
+
+
+def paired(ours: Callable[[], object], bare: Callable[[], object], pairs: int) -> tuple[list[float], list[float]]:
+    """Processor seconds of one call of each, in blocks that stand beside each other; garbage is collected between."""
+    seconds: dict[Callable[[], object], list[float]] = {ours: [], bare: []}
+
+    def timed(work: Callable[[], object], calls: int) -> float:
+        began = settled()
+        for _ in range(calls):
+            work()
+        return (settled() - began) / calls
+
+    for work in (ours, bare):
+        timed(work, WARM_UP)
+    calls = max(1, round(BLOCK_S / timed(bare, WARM_UP)))
+    for pair in range(pairs):
+        for work in (ours, bare) if pair % 2 == 0 else (bare, ours):
+            gc.collect()
+            seconds[work].append(timed(work, calls))
+    return seconds[ours], seconds[bare]
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Smallest interval of order statistics, the same number from each end, that holds the median with at least 95 %.
+
+    It supposes that the values are independent and nothing else. Raises ValueError for fewer than 6: they cannot say.
+    """
+    n, ordered = len(values), sorted(values)
+    if n < 6:
+        raise ValueError(f"{n} pairs: an interval of 95 % needs at least 6")
+    outside, k = 0.0, 0  # of the median, as a binomial count: below the k-th smallest or above the k-th largest
+    while (outside := outside + 2 * math.comb(n, k) / 2**n) <= 0.05:
+        k += 1
+    return ordered[k - 1], ordered[n - k]
+
+
+def measured(name: str, pairs: int) -> dict[str, Any]:
+    import torch
+
     from wfm_ds.data.digits import write_digits
 
+    torch.set_num_threads(1)  # threads that wait for each other cost processor time that depends on the neighbours
+    case, goal = CASES[name]
     with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as held:
         folder = Path(temporary)
         write_digits(folder / "digits")
         loop, samples = loop_of(folder, case, held)
         loop.begin()
-        seconds: dict[str, list[float]] = {"ours": [], "bare": []}
-
-        def timed(who: str, work: Callable[[], object]) -> None:
-            began = time.process_time()
-            for _ in range(BLOCK):
-                work()
-            seconds[who].append((time.process_time() - began) / BLOCK)
-
-        for _ in range(1 + steps // BLOCK):
-            timed("ours", loop.advance)
-            timed("bare", lambda: bare_step(loop.job, samples))
-    ours, bare = (statistics.median(seconds[who][1:]) for who in ("ours", "bare"))
-    return {"step": name, "bare ms": 1e3 * bare, "ours ms": 1e3 * ours, "ratio": ours / bare, "goal": goal}
+        ours, bare = paired(loop.advance, lambda: bare_step(loop.job, samples), pairs)
+    ratios = [a / b for a, b in zip(ours, bare, strict=True)]
+    low, high = median_interval(ratios)
+    row = {"step": name, "bare ms": 1e3 * statistics.median(bare), "ours ms": 1e3 * statistics.median(ours)}
+    return row | {"ratio": statistics.median(ratios), "from": low, "to": high, "pairs": pairs, "goal": goal}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=60, help="of each loop")
+    parser.add_argument("--pairs", type=int, default=30, help="of blocks, at least 6")
     parser.add_argument("--write", action="store_true", help="keep the result in benchmarks/results/")
     args = parser.parse_args(argv)
-    rows = [measured(name, args.steps) for name in CASES]
+    rows = [measured(name, args.pairs) for name in CASES]
     sys.stdout.write(report.table(rows) + "\n")
     if args.write:
         report.write("overhead", report.machine(), rows)

@@ -24,6 +24,8 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     SanaPipeline,
     SanaTransformer2DModel,
+    SanaVideoPipeline,
+    SanaVideoTransformer3DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     UniPCMultistepScheduler,
@@ -36,6 +38,8 @@ from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
 from wfm_ds.models.base import DiffusionModel
 
+META = torch.device("meta")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Released:
@@ -44,7 +48,7 @@ class Released:
     title: str
     folder: str  # the last part of its name, and of the path where users keep it
     pipeline: type[Any]
-    transformer: Callable[[], nn.Module]
+    transformer: Callable[..., nn.Module]  # takes changes to its configuration
     vae: Callable[[], nn.Module]
     scheduler: Callable[[], Any]
     conditioning: Mapping[str, tuple[int, ...]]  # of one text; names that end with `mask` are int64
@@ -52,21 +56,24 @@ class Released:
     fixed_tokens: int = 0  # of a text, beside those that model.max_sequence_length limits
     frozen_conditioning: Mapping[str, tuple[int, ...]] | None = None  # if another one while the text layers are frozen
     other_parts: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    text_parameters: int = 0  # of its text encoders together, to three digits
 
-    def load(self) -> DiffusionModel:
-        """The family around a denoiser without values, in bfloat16. ModelError if there is no such family."""
+    def load(self, device: torch.device = META, **changes: Any) -> DiffusionModel:
+        """The family around a denoiser in bfloat16, without values or, on another device, with random ones. changes: to
+        the denoiser's configuration. ModelError if there is no such family."""
         known = {name: family for family in registry.families().values() for name in family.pipeline_classes}
         if self.pipeline.__name__ not in known:
             raise ModelError(f"{self.title}: no family loads a {self.pipeline.__name__}")
         parts: dict[str, Any] = dict.fromkeys(list(inspect.signature(self.pipeline.__init__).parameters)[1:])
-        with torch.device("meta"):
-            parts |= {"transformer": self.transformer().bfloat16(), "vae": self.vae()}
-        parts |= {name: make() for name, make in self.other_parts.items()} | {"scheduler": self.scheduler()}
+        with device:
+            parts |= {"transformer": self.transformer(**changes).bfloat16(), "vae": self.vae()}
+            parts |= {name: make() for name, make in self.other_parts.items()}
+        parts["scheduler"] = self.scheduler()
         return known[self.pipeline.__name__](
             self.pipeline(**parts),
             Path(self.folder),
             dtype=torch.bfloat16,
-            device=torch.device("meta"),
+            device=device,
             max_sequence_length=None,
         )
 
@@ -94,6 +101,28 @@ wan = partial(
     cross_attn_norm=True,
     qk_norm="rms_norm_across_heads",
 )
+wan_14b = partial(wan, num_layers=40, num_attention_heads=40, ffn_dim=13824)
+cosmos = partial(
+    CosmosTransformer3DModel,
+    patch_size=(1, 2, 2),
+    in_channels=16 + 1,
+    out_channels=16,
+    num_layers=28,
+    attention_head_dim=128,
+    num_attention_heads=16,
+    mlp_ratio=4.0,
+    text_embed_dim=1024,
+    adaln_lora_dim=256,
+    max_size=(128, 240, 240),
+    rope_scale=(1.0, 3.0, 3.0),
+    concat_padding_mask=True,
+    extra_pos_embed_type=None,
+    use_crossattn_projection=True,
+    crossattn_proj_in_channels=100352,
+    encoder_hidden_states_channels=1024,
+)
+# Parameters of text encoders.
+GEMMA_2B, UMT5_XXL, QWEN_7B = 2_610_000_000, 5_680_000_000, 8_290_000_000
 
 RELEASED = {
     "sd35m": Released(
@@ -119,6 +148,11 @@ RELEASED = {
         vae=partial(
             AutoencoderKL,
             latent_channels=16,
+            layers_per_block=2,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+            scaling_factor=1.5305,
+            shift_factor=0.0609,
             block_out_channels=(128, 256, 512, 512),
             down_block_types=("DownEncoderBlock2D",) * 4,
             up_block_types=("UpDecoderBlock2D",) * 4,
@@ -127,6 +161,7 @@ RELEASED = {
         conditioning={"prompt_embeds": (77 + 256, 4096), "pooled_prompt_embeds": (2048,)},
         fixed_tokens=77,
         size=(512, 512, 1),
+        text_parameters=5_580_000_000,  # CLIP-L, CLIP-G and T5-XXL's encoder
     ),
     "sana": Released(
         title="SANA 1.5 1.6B",
@@ -148,12 +183,35 @@ RELEASED = {
             mlp_ratio=2.5,
             qk_norm="rms_norm_across_heads",
         ),
-        vae=AutoencoderDC,
+        vae=partial(
+            AutoencoderDC,
+            encoder_block_types=("ResBlock",) * 3 + ("EfficientViTBlock",) * 3,
+            decoder_block_types=("ResBlock",) * 3 + ("EfficientViTBlock",) * 3,
+            encoder_layers_per_block=(2, 2, 2, 3, 3, 3),
+            decoder_layers_per_block=(3, 3, 3, 3, 3, 3),
+            downsample_block_type="conv",
+            upsample_block_type="interpolate",
+            scaling_factor=0.41407,
+        ),
         scheduler=partial(
             DPMSolverMultistepScheduler, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
         ),
         conditioning={"prompt_embeds": (300, 2304), "prompt_attention_mask": (300,)},
         size=(1024, 1024, 1),
+        text_parameters=GEMMA_2B,
+    ),
+    "sana_video": Released(
+        title="SANA-Video 2B",
+        folder="SANA-Video_2B_480p_diffusers",
+        pipeline=SanaVideoPipeline,
+        transformer=partial(SanaVideoTransformer3DModel, mlp_ratio=3.0),
+        vae=AutoencoderKLWan,
+        scheduler=partial(
+            DPMSolverMultistepScheduler, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=8.0
+        ),
+        conditioning={"prompt_embeds": (300, 2304), "prompt_attention_mask": (300,)},
+        size=(480, 832, 81),
+        text_parameters=GEMMA_2B,
     ),
     "wan1.3b": Released(
         title="Wan 2.1 1.3B",
@@ -164,45 +222,55 @@ RELEASED = {
         scheduler=wan_unipc,
         conditioning={"prompt_embeds": (512, 4096)},
         size=(480, 832, 81),
+        text_parameters=UMT5_XXL,
     ),
     "wan14b": Released(
         title="Wan 2.1 14B",
         folder="Wan2.1-T2V-14B-Diffusers",
         pipeline=WanPipeline,
-        transformer=partial(wan, num_layers=40, num_attention_heads=40, ffn_dim=13824),
+        transformer=wan_14b,
         vae=AutoencoderKLWan,
         scheduler=wan_unipc,
         conditioning={"prompt_embeds": (512, 4096)},
         size=(480, 832, 81),
+        text_parameters=UMT5_XXL,
+    ),
+    "wan22": Released(
+        title="Wan 2.2 A14B",
+        folder="Wan2.2-T2V-A14B-Diffusers",
+        pipeline=WanPipeline,
+        transformer=wan_14b,
+        vae=AutoencoderKLWan,
+        scheduler=wan_unipc,
+        conditioning={"prompt_embeds": (512, 4096)},
+        size=(480, 832, 81),
+        other_parts={"transformer_2": lambda: wan_14b().bfloat16(), "boundary_ratio": lambda: 0.875},
+        text_parameters=UMT5_XXL,
     ),
     "cosmos2b": Released(
         title="Cosmos-Predict2.5 2B",
         folder="Cosmos-Predict2.5-2B",
         pipeline=Cosmos2_5_PredictBasePipeline,
-        transformer=partial(
-            CosmosTransformer3DModel,
-            patch_size=(1, 2, 2),
-            in_channels=16 + 1,
-            out_channels=16,
-            num_layers=28,
-            attention_head_dim=128,
-            num_attention_heads=16,
-            mlp_ratio=4.0,
-            text_embed_dim=1024,
-            adaln_lora_dim=256,
-            max_size=(128, 240, 240),
-            rope_scale=(1.0, 3.0, 3.0),
-            concat_padding_mask=True,
-            extra_pos_embed_type=None,
-            use_crossattn_projection=True,
-            crossattn_proj_in_channels=100352,
-            encoder_hidden_states_channels=1024,
-        ),
+        transformer=cosmos,
         vae=AutoencoderKLWan,
         scheduler=wan_unipc,
         conditioning={"prompt_embeds": (512, 100352)},
         frozen_conditioning={"prompt_embeds": (512, 1024)},
         size=(704, 1280, 93),
         other_parts={"safety_checker": nn.Identity},
+        text_parameters=QWEN_7B,
+    ),
+    "cosmos14b": Released(
+        title="Cosmos-Predict2.5 14B",
+        folder="Cosmos-Predict2.5-14B",
+        pipeline=Cosmos2_5_PredictBasePipeline,
+        transformer=partial(cosmos, num_layers=36, num_attention_heads=40),
+        vae=AutoencoderKLWan,
+        scheduler=wan_unipc,
+        conditioning={"prompt_embeds": (512, 100352)},
+        frozen_conditioning={"prompt_embeds": (512, 1024)},
+        size=(704, 1280, 93),
+        other_parts={"safety_checker": nn.Identity},
+        text_parameters=QWEN_7B,
     ),
 }

@@ -24,7 +24,7 @@ def machine() -> dict[str, Any]:
         "revision": _revision(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version("triton"),
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
     }
@@ -39,7 +39,7 @@ def _revision() -> str:
     return done.stdout.strip() if done.returncode == 0 else "unknown"
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -51,11 +51,11 @@ def _cpu() -> str:
     return found[1] if found else platform.machine()
 
 
-def write(stage: str, about: dict[str, Any], rows: list[dict[str, Any]]) -> Path:
-    """results/<date>-<gpu or cpu>-<stage>.json, and the table of all results anew."""
+def write(stage: str, about: dict[str, Any], rows: list[dict[str, Any]], **more: Any) -> Path:
+    """results/<date>-<gpu or cpu>-<stage>.json, and the table of all results anew. more: kept in the file alone."""
     device = re.sub(r"[^a-z0-9]+", "-", about.get("gpu", "cpu").lower())
     path = RESULTS / f"{about['date']}-{device}-{stage}.json"
-    path.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({"machine": about, "rows": rows} | more, indent=1) + "\n")
     pages = [_section(file) for file in sorted(RESULTS.glob("*.json"))]
     (RESULTS / "README.md").write_text("# Results\n\nWritten by `benchmarks/report.py`.\n" + "".join(pages))
     return path

@@ -96,7 +96,8 @@ def count_on_rank(config: str, **case: Any) -> dict[str, Any]:
 
     from benchmarks.traffic import CountedTraffic
     from wfm_ds.distributed.world import World
-    from wfm_ds.engine.engine import DTYPES, DenoiserEngine
+    from wfm_ds.engine.engine import DenoiserEngine
+    from wfm_ds.engine.preparation import DTYPES
     from wfm_ds.recipe.schema import Recipe
 
     wanted = Case(**case)

@@ -34,10 +34,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("faults")
         if folder == "end_to_end":
             item.add_marker("e2e")
+        if folder == "gpu":
+            item.add_marker("gpu")
 
 
 def pytest_collection_finish() -> None:
     os.environ.pop("TRITON_INTERPRET", None)  # no business of other tests and of what they start (kernels/conftest.py)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_rank():
+    """The process of pytest is no rank after a file: every run that a later test starts would believe to be one too."""
+    yield
+    left = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT") if name in os.environ]
+    assert not left, f"the tests of this file left {left} in the environment: join ranks in processes (ranks.py)"
 
 
 @pytest.fixture(scope="session")

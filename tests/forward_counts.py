@@ -8,16 +8,21 @@ from wfm_ds.algorithms import build_rl
 from wfm_ds.models import registry
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.derived import derive
-from wfm_ds.training.forwards import added, evaluation, guided_by, rl_step, sft_step
+from wfm_ds.training.forwards import added, evaluation, evaluations, guided_by, rl_step, sft_step
 
-TAG = "perf/forwards_"
+CALLS, SAMPLES = "perf/forwards_", "perf/forwarded_"
 MANY = 1000  # prompts or images, more than a recipe shows
 
 
 def counted(folder):
-    """By step of the recipe in `folder`: forwards of rank 0 by purpose."""
+    """By step of the recipe in `folder`: forwards of rank 0 by purpose, and the samples in them."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [c for line in lines if (c := {k.removeprefix(TAG): v for k, v in line.items() if k.startswith(TAG)})]
+    purposes = [[tag.removeprefix(CALLS) for tag in line if tag.startswith(CALLS)] for line in lines]
+    return [
+        {name: (line[CALLS + name], line[SAMPLES + name]) for name in names}
+        for line, names in zip(lines, purposes, strict=True)
+        if names
+    ]
 
 
 def predicted(folder, world_size, *, num_images=0):
@@ -28,15 +33,27 @@ def predicted(folder, world_size, *, num_images=0):
     guided, shape = guided_by(recipe, model.expert_of), model.latent_shape(size.height, size.width, size.num_frames)
     guided_steps = sum(guided(float(sigma)) for sigma in model.sigmas(size.eval_steps, shape)[:-1])
     if recipe.is_rl:
-        grid = model.sigmas(size.steps, shape)
-        algorithm = build_rl(recipe, grid)
+        algorithm = build_rl(recipe, model.rollout_sigmas(size))
+        cheap = size.of_candidates
+        explored_at = None if cheap is None else model.rollout_sigmas(cheap)[:-1].tolist()
+    compared = evaluations(algorithm.plan(1)) if recipe.validation.rollout_correlation else []
     every, steps = recipe.validation.every, []
     for step in range(1, recipe.run.steps + 1):
         trained = (
-            rl_step(recipe, derived, algorithm, step, guided=guided) if recipe.is_rl else sft_step(recipe, derived)
+            rl_step(recipe, derived, algorithm, step, guided=guided, explored_at=explored_at)
+            if recipe.is_rl
+            else sft_step(recipe, derived)
         )
         replicas = derived.num_replicas
-        validated = evaluation(recipe, replicas, num_prompts=MANY, num_images=num_images, guided_steps=guided_steps)
+        validated = evaluation(
+            recipe,
+            replicas,
+            num_prompts=MANY,
+            num_images=num_images,
+            guided_steps=guided_steps,
+            rollout=compared,
+            guided=guided,
+        )
         forwards = added(trained, validated if every and step % every == 0 else {})
-        steps.append({purpose: f.calls for purpose, f in forwards.items()})
+        steps.append({purpose: (f.calls, f.samples) for purpose, f in forwards.items()})
     return steps

@@ -1,4 +1,5 @@
 """Several real processes that form one gloo group, for tests: `ranks.run(function, **kwargs)` runs it on each of them.
+With an environment of its own a single process joins what it likes (tests/gpu).
 
 The function is sent as file and name, never by import path, its arguments and results as torch files without pickled
 code. Started once per test file. This file is both sides: the test imports it, a rank is `python ranks.py ...`.
@@ -29,7 +30,8 @@ class RankError(AssertionError):
 class Ranks:
     """`num_ranks` processes, started at the first run and again after one broke the group."""
 
-    def __init__(self, num_ranks, folder, deadline_s=DEADLINE_S):
+    def __init__(self, num_ranks, folder, deadline_s=DEADLINE_S, environment=None):
+        self.environment = environment  # of one process that forms no group; None: this process's
         self.num_ranks, self.folder, self.deadline_s = num_ranks, Path(folder), deadline_s
         self._processes, self._logs, self._calls, self._starts = [], [], 0, 0
 
@@ -69,13 +71,15 @@ class Ranks:
     def _start(self):
         self._starts += 1
         store = self.folder / f"store_{self._starts}"
+        environment = None if self.environment is None else {**os.environ, **self.environment}
         for rank in range(self.num_ranks):
             log = self.folder / f"rank_{rank}_{self._starts}.log"
             self._logs = [*self._logs[-self.num_ranks + 1 :], log]
             with log.open("wb") as stderr:
-                command = [sys.executable, __file__, str(rank), str(self.num_ranks), str(store)]
+                group = [] if environment is None else ["alone"]
+                command = [sys.executable, __file__, str(rank), str(self.num_ranks), str(store), *group]
                 pipe = subprocess.PIPE
-                process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr)
+                process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, env=environment)
             self._processes.append(process)
         if len(self._answers(START_S)) < self.num_ranks:
             self.stop()
@@ -107,15 +111,11 @@ def main():
     sys.path.append(str(Path(__file__).parent.parent))  # benchmarks/ is not installed
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever prints ends in the log, not among the answers
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
-    os.environ |= {"LOCAL_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=DEADLINE_S)
-    files = dist.FileStore(store, num_ranks)
-    dist.init_process_group("gloo", store=files, rank=rank, world_size=num_ranks, timeout=timeout)
+    if "alone" not in sys.argv:
+        join(rank, num_ranks, store)
     channel.write("{}\n")
     channel.flush()
     modules = {}
@@ -136,6 +136,17 @@ def main():
         channel.flush()
 
 
+def join(rank, num_ranks, store):
+    """Become a rank of a gloo group."""
+    import torch.distributed as dist
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
+    os.environ |= {"LOCAL_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    timeout = datetime.timedelta(seconds=DEADLINE_S)
+    files = dist.FileStore(store, num_ranks)
+    dist.init_process_group("gloo", store=files, rank=rank, world_size=num_ranks, timeout=timeout)
+
+
 def load(file):
     """The module in a file, by path."""
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
@@ -146,9 +157,9 @@ def load(file):
 
 
 @contextlib.contextmanager
-def started(num_ranks, folder):
+def started(num_ranks, folder, environment=None):
     """Ranks that end with the block."""
-    ranks = Ranks(num_ranks, folder)
+    ranks = Ranks(num_ranks, folder, environment=environment)
     try:
         yield ranks
     finally:

@@ -270,6 +270,20 @@ def test_a_checkpoint_that_does_not_say_what_it_holds_is_refused(kept, full, tmp
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("merges", [False, True])
+def test_too_little_memory_is_one_sentence_that_says_what_would_do(model, adapter, tmp_path, capsys, merges):
+    note = adapter_settings(adapter[1].config, model.path) | {"r": 2**46}  # its matrices pass an address space
+    own = {name: torch.zeros(1) for name, _ in model.bare_denoiser.named_parameters() if "lora" in name}
+    checkpoint = write_checkpoint(tmp_path / "step_9", ExportTarget.of(model), {"train": own}, lora=note)
+    code, text = run(capsys, checkpoint, tmp_path / "out", *(["--merge-lora"] if merges else []))
+    assert (code, text.count("\n")) == (2, 1)
+    assert text.startswith("error: out of memory on cpu: ")
+    assert " GiB more were asked for, the process had " in text
+    assert text.endswith("to a machine that holds the largest tensor of the model in float32\n")
+    assert ("change --merge-lora (leave it out: the LoRA alone is small)" in text) == merges
+    assert not (tmp_path / "out").exists()
+
+
 def empty_pipeline(tmp_path):
     folder = tmp_path / "empty"
     folder.mkdir()

@@ -19,7 +19,7 @@ SOURCES = {
     for path in sorted(folder.rglob("*.py"))
 }
 FLOORS = (
-    ("errors", "types", "seeds", "chunks", "wfm_kernels"),
+    ("errors", "types", "seeds", "chunks", "pinned", "wfm_kernels"),
     ("program", "user_class"),
     ("recipe", "storage", "pipes", "ulysses"),
     ("distributed", "sampling", "wfm_reward"),

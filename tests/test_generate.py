@@ -180,3 +180,40 @@ def test_arguments_that_make_no_sense_are_refused_by_name(arguments, message, ca
 def test_arguments_that_make_no_sense_together_are_refused(arguments, message, capsys):
     assert main([*arguments, "--prompts", "p.txt", "--out", "o", *SIZE]) == 2
     assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_a_kernel_of_attention_that_is_not_installed_is_refused(pipeline, prompts, tmp_path, capsys):
+    arguments = ["--model", str(pipeline), "--prompts", str(prompts), "--out", str(tmp_path / "out"), *SIZE]
+    assert main([*arguments, "--attention", "flash"]) == 2
+    assert "model.attention: flash is not installed: install flash-attn" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+HUNGRY = """
+import torch
+
+from wfm_ds.models.sd3 import StableDiffusion3
+
+
+class Hungry(StableDiffusion3):
+    def denoise(self, latents, sigma, conditioning, expert=None):
+        torch.empty(2**50, dtype=torch.uint8)  # more than an address space
+        return super().denoise(latents, sigma, conditioning, expert)
+"""
+SMALLER = "--height, --width or --frames"
+LIGHTER = ["--guidance-batch separate", "--batch below 3", "--vae-dtype bfloat16", "--dtype bfloat16"]
+
+
+def test_too_little_memory_is_one_sentence_with_the_options_that_help(pipeline, prompts, tmp_path, capsys, monkeypatch):
+    (tmp_path / "hungry_family.py").write_text(HUNGRY)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["--model", str(pipeline), "--family", "hungry_family:Hungry", "--prompts", str(prompts), *SIZE]
+
+    def told(*more):
+        assert main([*words, "--out", str(tmp_path / "out"), *more]) == 2
+        (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert said.startswith("error: out of memory on cpu: 1048576.0 GiB more were asked for, the process had ")
+        return said.partition("; change ")[2].split(", or ")
+
+    assert told("--guidance", "2", "--guidance-batch", "joint", "--batch", "3") == [*LIGHTER, SMALLER]
+    assert told("--vae-dtype", "bfloat16", "--dtype", "bfloat16") == [SMALLER]

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from wfm_ds import __version__, launch
+from wfm_ds.errors import UserError
 
 WAIT_S = 90
 RUNNERS_PORT = "29500"
@@ -109,8 +110,55 @@ def plan(line, *, environ=(), has_accelerator=False, has_hostfile=False):
 
 def test_the_cpu_is_chosen_where_nothing_else_is_there_and_nothing_was_said():
     assert plan("a.py").env == {"DS_ACCELERATOR": "cpu"}
-    assert plan("a.py", has_accelerator=True).env == {}
+    assert "DS_ACCELERATOR" not in plan("a.py", has_accelerator=True).env
     assert plan("a.py", environ={"DS_ACCELERATOR": "cuda"}).env == {}
+
+
+def on_gpus(line, visible=None, **facts):
+    """(the runner's line without its port, the changes to the environment) on a machine with GPUs."""
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    job = plan(line, environ=environ, has_accelerator=True, **facts)
+    return " ".join(job.argv[2:] if job.argv[0] == "--master_port" else job.argv), job.env
+
+
+@pytest.mark.parametrize(
+    ("line", "visible", "note"),
+    [
+        ("--num_gpus 6 -m wfm_ds.train", None, "all"),
+        ("-m wfm_ds.train", "2,3,4", "2,3,4"),
+        ("--num_gpus 1 a.py", "", ""),
+        ("--include localhost:0,1 a.py", "2,3,4", "all"),
+        ("-i localhost:0,1 a.py", "2,3,4", "all"),
+        ("--hostfile h --num_gpus 2 a.py", "2,3,4", "all"),
+        ("--num_nodes 1 --num_gpus 2 a.py", "2,3,4", "all"),
+    ],
+)
+def test_the_ranks_are_told_which_gpus_there_were_for_the_run(line, visible, note):
+    said, env = on_gpus(line, visible)
+    assert said == line.replace("-m ", "--module ")
+    assert env == {"WFM_LAUNCH_GPUS": note}
+
+
+@pytest.mark.parametrize("option", ["--num_gpus 2", "--num_gpus=2", "--num_accelerators 2", "--num_g 2"])
+def test_a_number_of_gpus_is_taken_from_those_that_the_user_allows(runner_parser, option):
+    said, env = on_gpus(f"-q {option} --module wfm_ds.train --num_gpus 5", "2, 3,4")
+    assert said == "-q --module wfm_ds.train --num_gpus 5"
+    assert env == {"WFM_LAUNCH_GPUS": "2, 3,4", "CUDA_VISIBLE_DEVICES": "2,3"}
+    assert argparse.ArgumentParser.parse_args(runner_parser, said.split()).num_gpus == -1  # so the runner heeds it
+
+
+def test_gpus_that_the_runner_cannot_give_are_refused():
+    with pytest.raises(UserError, match=r"--num_gpus 4: CUDA_VISIBLE_DEVICES=2,3,4 has 3 of them"):
+        on_gpus("--num_gpus 4 a.py", "2,3,4")
+    for name in ("GPU-8f0a,GPU-77b1", "MIG-3a"):
+        with pytest.raises(UserError, match=f"VISIBLE_DEVICES={name}: .* takes numbers only.* start by torchrun"):
+            on_gpus("--num_gpus 1 a.py", name)
+
+
+def test_without_gpus_the_line_and_the_environment_stay():
+    environ = {"CUDA_VISIBLE_DEVICES": "2,3,4", "DS_ACCELERATOR": "cpu"}
+    job = plan("--num_gpus 2 a.py", environ=environ, has_accelerator=True)
+    assert (job.argv[2:], job.env) == (("--num_gpus", "2", "a.py"), {})
 
 
 def test_only_a_single_node_gets_a_port_of_its_own():

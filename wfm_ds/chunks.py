@@ -1,5 +1,6 @@
 """Cutting a sequence into parts."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
@@ -10,3 +11,10 @@ def chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     """Consecutive parts of at most `size` items."""
     for start in range(0, len(items), size):
         yield items[start : start + size]
+
+
+def even_shares(count: int, parts: int) -> list[range]:
+    """range(count) in `parts` consecutive ranges, the first ones of which may be longer by one."""
+    size, longer = divmod(count, parts)
+    starts = [i * size + min(i, longer) for i in range(parts + 1)]
+    return [range(start, stop) for start, stop in itertools.pairwise(starts)]

@@ -49,10 +49,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> None:
+    import torch
+
     from wfm_ds.checkpoint.remote import on_this_machine
+    from wfm_ds.run.out_of_memory import explained
 
     with on_this_machine(args.checkpoint, args.out.parent) as args.checkpoint:
-        sys.stdout.write(convert(args) + "\n")
+        with explained(torch.device("cpu"), lambda phase: lighter(args), lambda: None):
+            told = convert(args)
+        sys.stdout.write(told + "\n")
+
+
+def lighter(args: argparse.Namespace) -> list[str]:
+    """Name what to change where there is too little memory."""
+    from wfm_ds.checkpoint import foreign
+
+    merged = ["--merge-lora (leave it out: the LoRA alone is small)"] if args.merge_lora else []
+    whole = foreign.is_deepspeed(args.checkpoint)
+    held = "all weights at once" if whole else "the largest tensor of the model"
+    return [*merged, f"to a machine that holds {held} in float32"]
 
 
 def convert(args: argparse.Namespace) -> str:

@@ -32,3 +32,18 @@ class RunError(RuntimeError):
     """The run cannot go on, through no fault of its recipe or data: exit code 1, with this one sentence."""
 
     agreed = True  # it follows from what all ranks know
+
+
+# What torch, cuBLAS, NCCL and C++ say of it in a RuntimeError.
+OF_ALLOCATORS = ("out of memory", "defaultcpuallocator", "std::bad_alloc", "_alloc_failed")
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether an error, or one that it was raised from, is an allocation that failed."""
+    while error is not None:
+        if isinstance(error, MemoryError):
+            return True
+        if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OF_ALLOCATORS):
+            return True
+        error = error.__cause__
+    return False

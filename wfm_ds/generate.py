@@ -12,18 +12,22 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from wfm_ds.errors import UserError
 from wfm_ds.program import program
 from wfm_ds.recipe.sampling import SamplingRecipe
+from wfm_ds.recipe.sections import AttentionName
 
 if TYPE_CHECKING:
+    import torch
+
     from wfm_ds.models.sampler import Sampler
     from wfm_ds.monitoring.samples import ShownSample
     from wfm_ds.types import Prompt
 
 PAGE = "index.html"
+PURPOSE = "sample"  # of its forwards
 DEFAULTS = SamplingRecipe(height=1, width=1)
 NOT_FINITE = "the latents were not finite: this is not what the prompt asked for"
 
@@ -49,6 +53,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--solver", choices=["ode", "dpm2"], help="of first or second order (default: as the pipeline's)")
     p.add_argument("--guidance", type=guidance, default=DEFAULTS.guidance_scale, metavar="W", help="1 (default): none")
     p.add_argument("--guidance-low", type=guidance, metavar="W", help="of a second expert (default: as --guidance)")
+    p.add_argument(
+        "--guidance-batch", choices=["separate", "joint"], default="separate", help="joint: both passes in one forward"
+    )
     p.add_argument("--negative-prompt", metavar="TEXT", help="for prompts without one (default: the family's)")
     p.add_argument("--seeds", type=natural, nargs="+", default=[0], metavar="SEED", help="each draws every prompt once")
     p.add_argument("--batch", type=positive, default=1, help="samples denoised at once (default 1)")
@@ -56,7 +63,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--family", metavar="package.module:Class", help="your own model family (docs/models.md)")
     p.add_argument("--prompt-template", choices=["stock", "none"], help="of pipelines that have one")
     p.add_argument("--guardrail", choices=["stock", "off"], default="stock", help="of pipelines that have one")
+    p.add_argument(
+        "--attention", choices=get_args(AttentionName), default="auto", help="kernel (docs/engine.md; default auto)"
+    )
+    p.add_argument("--compile", action="store_true", help="compile the denoiser's blocks: for many samples of one size")
     p.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16 on a GPU, else float32")
+    p.add_argument("--vae-dtype", choices=["bfloat16", "float32"], default="float32", help="default: float32")
     p.add_argument("--device", help="default: cuda if there is one, else cpu")
     return p
 
@@ -100,6 +112,8 @@ def run(args: argparse.Namespace) -> None:
 
     if args.guidance_low is not None and args.guidance == 1:
         raise UserError("--guidance-low: needs --guidance above 1, else no unconditional pass is run at all")
+    if args.guidance_batch == "joint" and args.guidance == 1:
+        raise UserError("--guidance-batch: joint needs --guidance above 1, else there is only one pass to run")
     if args.pipeline is not None and args.lora is not None:
         raise UserError("--lora: not allowed with --pipeline; an export is a --model for a LoRA trained on it")
     quieten_libraries()
@@ -123,11 +137,32 @@ def generate(args: argparse.Namespace) -> None:
     """Raises UserError for whatever the arguments, the files or the folders are to blame for."""
     from wfm_ds.checkpoint.adapter import adapter_file
     from wfm_ds.data.prompts import load_prompt_file
+    from wfm_ds.models.loading import chosen_device
+    from wfm_ds.run.out_of_memory import explained
 
     prompts = load_prompt_file(args.prompts)
     if args.lora is not None:
         adapter_file(args.lora)
     require_empty(args.out)
+    device = chosen_device(args.device)
+    with explained(device, lambda phase: lighter(args, device), lambda: None):
+        draw(args, prompts)
+
+
+def lighter(args: argparse.Namespace, device: torch.device) -> list[str]:
+    """The options to change where there is too little memory, the cheapest first."""
+    joint = ["--guidance-batch separate"] if args.guidance_batch == "joint" else []
+    batch = [f"--batch below {args.batch}"] if args.batch > 1 else []
+    vae = ["--vae-dtype bfloat16"] if args.vae_dtype == "float32" else []
+    dtype = [] if is_low_precision(args, device) else ["--dtype bfloat16"]
+    return [*joint, *batch, *vae, *dtype, "--height, --width or --frames"]
+
+
+def is_low_precision(args: argparse.Namespace, device: torch.device) -> bool:
+    return args.dtype == "bfloat16" or (args.dtype is None and device.type == "cuda")
+
+
+def draw(args: argparse.Namespace, prompts: Sequence[Prompt]) -> None:
     sampler = load_sampler(args)
     sampler.model.check_prompts([prompt.text for prompt in prompts])
     try:
@@ -150,6 +185,8 @@ def load_sampler(args: argparse.Namespace) -> Sampler:
     import torch
 
     from wfm_ds.checkpoint.adapter import load_adapter
+    from wfm_ds.engine import attention
+    from wfm_ds.engine.compiled import compile_blocks
     from wfm_ds.engine.forward import CountedForward
     from wfm_ds.models import registry
     from wfm_ds.models.loading import chosen_device
@@ -157,12 +194,12 @@ def load_sampler(args: argparse.Namespace) -> Sampler:
     from wfm_ds.models.text_cache import TextCache
 
     device = chosen_device(args.device)
-    low_precision = args.dtype == "bfloat16" or (args.dtype is None and device.type == "cuda")
-    dtype = torch.bfloat16 if low_precision else torch.float32
+    dtype = torch.bfloat16 if is_low_precision(args, device) else torch.float32
     model = registry.load(
         args.model or args.pipeline,
         dtype=dtype,
         device=device,
+        vae_dtype=torch.bfloat16 if args.vae_dtype == "bfloat16" else torch.float32,
         own_family=args.family,
         max_sequence_length=args.max_sequence_length,
         prompt_template=args.prompt_template,
@@ -172,6 +209,9 @@ def load_sampler(args: argparse.Namespace) -> Sampler:
         raise UserError(f"--guidance-low: {model.path} has no second expert; leave it out")
     if args.lora is not None:
         load_adapter(model, args.lora)
+    attention.use(model.denoiser, attention.choose(args.attention, model.denoiser, dtype, device, trains=False))
+    if args.compile:
+        compile_blocks(model.denoiser, model.block_classes)
     settings = SamplingRecipe(
         height=args.height,
         width=args.width,
@@ -181,10 +221,12 @@ def load_sampler(args: argparse.Namespace) -> Sampler:
         eval_solver=args.solver,
         guidance_scale=args.guidance,
         guidance_scale_low=args.guidance_low,
+        guidance_batch=args.guidance_batch,
         negative_prompt=args.negative_prompt,
     )
     forward = CountedForward(model.denoise)
-    sampler = Sampler(model=model, texts=TextCache(model), settings=settings, forward=forward)
+    joint_rows = {PURPOSE: 2 * args.batch} if args.guidance_batch == "joint" else {}
+    sampler = Sampler(model=model, texts=TextCache(model), settings=settings, forward=forward, joint_rows=joint_rows)
     try:
         _ = sampler.latent_shape
     except ValueError as error:
@@ -228,7 +270,7 @@ def drawn(sampler: Sampler, items: Sequence[tuple[Prompt, int]], batch: int) -> 
     settings, plan = sampler.settings, sampler.evaluation_plan()
     for part in chunks(items, batch):
         prompts, seeds = [prompt for prompt, _ in part], [seed for _, seed in part]
-        media, finite = sampler.media(sampler.generate("sample", prompts, seeds, plan).clean)
+        media, finite = sampler.media(sampler.generate(PURPOSE, prompts, seeds, plan).clean)
         for (prompt, seed), item, whole in zip(part, media, finite, strict=True):
             fps = settings.fps if sampler.model.video else None
             yield ShownSample(prompt=prompt.text, prompt_id=prompt.id, seed=seed, media=item, fps=fps), whole

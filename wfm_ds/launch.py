@@ -2,7 +2,8 @@
 
     deepspeed --num_gpus 8 -m wfm_ds.train recipes/mine.yaml
 
-Everything that the stock runner understands is passed on unchanged; it runs as a child in a process group of its own.
+Everything that the stock runner understands is passed on unchanged, but for --num_gpus beside CUDA_VISIBLE_DEVICES,
+which would undo it; it runs as a child in a process group of its own.
 `python -m wfm_ds.launch ...` is the same program. What the ranks do with the environment set here is in lifecycle.py.
 
 The stock runner forgets ranks when it is signalled and reports success when its inner launcher is killed. Therefore:
@@ -28,6 +29,7 @@ from pathlib import Path
 
 import wfm_ds
 from wfm_ds.distributed.accelerator import accelerator_present
+from wfm_ds.distributed.gpus import ALL, NOTE, VISIBLE, names, noted
 from wfm_ds.distributed.world import free_port
 from wfm_ds.errors import UserError
 from wfm_ds.program import exit_code
@@ -39,8 +41,12 @@ SWITCHES = frozenset(
     )
 )
 """The runner's options that take no value; all others take one. Compared with the runner's parser by a test."""
-READ_HERE = ("--hostfile", "--node_rank", "--master_port")  # options with a value that decide something here
-SHORT = {"-m": "--module", "-H": "--hostfile"}
+# Options with a value that decide something here.
+READ_HERE = (
+    *("--hostfile", "--node_rank", "--master_port"),
+    *("--num_gpus", "--num_accelerators", "--num_nodes", "--include", "--exclude"),
+)
+SHORT = {"-m": "--module", "-H": "--hostfile", "-i": "--include", "-e": "--exclude", "--num_accelerators": "--num_gpus"}
 DEFAULT_HOSTFILE = Path("/job/hostfile")  # the runner reads it unasked, and the launch becomes one of several nodes
 FINAL_STATUS = ("finished", "preempted")
 GRACE_S = 600.0  # for a checkpoint of a large model; WFM_GRACE_S changes it
@@ -71,7 +77,7 @@ def scan(argv: Sequence[str]) -> tuple[dict[str, tuple[int, str]], int | None]:
 def full_name(word: str) -> str:
     """`--node_r` is --node_rank and -m is --module; options that decide nothing here stay as they are."""
     if word.startswith("--") and word not in SWITCHES:
-        return next((name for name in (*sorted(SWITCHES), *READ_HERE) if name.startswith(word)), word)
+        word = next((name for name in (*sorted(SWITCHES), *READ_HERE) if name.startswith(word)), word)
     return SHORT.get(word, word)
 
 
@@ -106,6 +112,10 @@ def plan(argv: Sequence[str], environ: Mapping[str, str], *, has_accelerator: bo
     if not has_accelerator and "DS_ACCELERATOR" not in environ:
         env["DS_ACCELERATOR"] = "cpu"
     is_single = not has_hostfile and not given.keys() & {"--hostfile", "--node_rank", "--force_multi"}
+    if has_accelerator and environ.get("DS_ACCELERATOR") != "cpu":
+        out, of_gpus = with_users_gpus(out, environ) if is_single else (out, {NOTE: ALL})
+        env |= of_gpus
+        given, name_at = scan(out)
     if is_single and name_at is not None and "--master_port" not in given:
         # The runner's port is the same for all jobs. Several nodes must agree on one, so there it stays.
         out = ["--master_port", str(free_port()), *out]
@@ -113,6 +123,34 @@ def plan(argv: Sequence[str], environ: Mapping[str, str], *, has_accelerator: bo
     is_first_node = given.get("--node_rank", (0, "0"))[1] == "0"
     is_ours = "--module" in given and name_at is not None and argv[name_at].startswith("wfm_ds.")
     return Launch(tuple(out), env, is_local, must_report=is_ours and is_local and is_first_node)
+
+
+def with_users_gpus(argv: list[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """The line and the changes to the environment for one node, so that CUDA_VISIBLE_DEVICES holds beside --num_gpus.
+
+    The runner would ignore it there and take the machine's first GPUs, which may be somebody else's. Where the line
+    itself names GPUs (--include, --exclude) or nodes, it counts all of the machine's. Raises UserError for too few, and
+    for names that the runner cannot read.
+    """
+    visible, (given, _) = environ.get(VISIBLE, ""), scan(argv)
+    if not visible or given.keys() & {"--include", "--exclude", "--num_nodes"}:
+        return argv, {NOTE: ALL if visible else noted(environ)}
+    there = names(visible)
+    if not all(name.isdecimal() for name in there):
+        raise UserError(
+            f"{VISIBLE}={visible}: DeepSpeed's launcher takes numbers only: give those of nvidia-smi -L, unset it to "
+            "use all GPUs of this machine, or start by torchrun or python -m"
+        )
+    if "--num_gpus" not in given:
+        return argv, {NOTE: visible}  # the runner heeds it
+    at, number = given["--num_gpus"]
+    wanted = int(number) if number.isdecimal() else 0
+    if wanted == 0:  # for the runner to judge
+        return argv, {NOTE: visible}
+    if wanted > len(there):
+        raise UserError(f"--num_gpus {wanted}: {VISIBLE}={visible} has {len(there)} of them")
+    width = 1 if "=" in argv[at] else 2
+    return argv[:at] + argv[at + width :], {NOTE: visible, VISIBLE: ",".join(there[:wanted])}
 
 
 def say(text: str) -> None:

@@ -83,7 +83,14 @@ def prepare(folder: Path) -> None:
 
 def train(recipe: str, *overrides: str) -> dict[str, Any]:
     """The command of README.md on a recipe; its result.json. Exits with the command's code when it fails."""
-    command = ["deepspeed", "--num_gpus", "2", "-m", "wfm_ds.train", str(REPOSITORY / "recipes" / "digits" / recipe)]
+    command = [
+        "deepspeed",
+        "--num_gpus",
+        str(num_ranks()),
+        "-m",
+        "wfm_ds.train",
+        str(REPOSITORY / "recipes" / "digits" / recipe),
+    ]
     say(" ".join([*command, *overrides]))
     code = subprocess.run(
         [sys.executable, "-m", "wfm_ds.launch", *command[1:], *overrides], stdin=subprocess.DEVNULL
@@ -93,6 +100,15 @@ def train(recipe: str, *overrides: str) -> dict[str, Any]:
     folder = Path(overrides[0].removeprefix("run.output_dir="))
     result: dict[str, Any] = json.loads((folder / "result.json").read_text())
     return result
+
+
+def num_ranks() -> int:
+    """Two, on a CPU too; on a machine with a single GPU one."""
+    import torch
+
+    from wfm_ds.distributed.accelerator import uses_cuda
+
+    return min(2, torch.cuda.device_count()) if uses_cuda() else 2
 
 
 def show(folder: Path, *, seconds: float) -> None:

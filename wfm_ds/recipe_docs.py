@@ -161,7 +161,7 @@ def optional_note(path: KeyPath) -> str:
     if len(path) > 1:
         return ""
     if path[0] in RL_SECTIONS:
-        return " Needed for reinforcement learning, refused for `sft`."
+        return " Needed for reinforcement learning, refused for `sft` and `dpo`."
     return " Needed." if Recipe.model_fields[str(path[0])].is_required() else ""
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def load_and_run(args: argparse.Namespace) -> int:
     from wfm_ds.distributed import lifecycle
     from wfm_ds.distributed.accelerator import choose_accelerator
+    from wfm_ds.distributed.determinism import deterministic
     from wfm_ds.distributed.logs import quieten_libraries
     from wfm_ds.recipe import file as recipe_file
 
@@ -67,10 +69,11 @@ def load_and_run(args: argparse.Namespace) -> int:
     quieten_libraries()
     choose_accelerator()
     recipe = recipe_file.load(args.recipe, args.overrides)
-    if args.check:
-        return check(recipe, int(os.environ.get("RANK", "0")), overwrite=args.overwrite)
-    lifecycle.watch_parent()
-    return run(recipe, stop, overwrite=args.overwrite)
+    with deterministic(recipe.engine.deterministic):
+        if args.check:
+            return check(recipe, int(os.environ.get("RANK", "0")), overwrite=args.overwrite)
+        lifecycle.watch_parent()
+        return run(recipe, stop, overwrite=args.overwrite)
 
 
 def check(recipe: Recipe, rank: int, *, overwrite: bool) -> int:
@@ -119,7 +122,8 @@ def prepare_and_train(
     from wfm_ds.recipe.derived import num_replicas
     from wfm_ds.run.ending import take_back
     from wfm_ds.run.folder import locked
-    from wfm_ds.run.model import load_model
+    from wfm_ds.run.model import check_attention, load_model
+    from wfm_ds.run.out_of_memory import explained
     from wfm_ds.run.stored import open_mirror, opened, require_storage
     from wfm_ds.training.preflight import preflight
 
@@ -131,7 +135,14 @@ def prepare_and_train(
         return finished_before(recipe, world, start)
     world.checked(lambda: require_storage(recipe), on="main")
     data = read_on_main(world, lambda: preflight(recipe, world.size))
-    model = world.checked(lambda: load_model(recipe, world.device))
+    with_advice = functools.partial(explained, world.device, advice_of(recipe, world))
+
+    def loaded() -> DiffusionModel:
+        with with_advice(lambda: "start"):
+            return load_model(recipe, world.device)
+
+    model = world.checked(loaded)
+    world.checked(lambda: check_attention(recipe, model, world.device))
     drawn = [prompt.text for prompt in (*data.prompts, *data.shown)]
     world.checked(lambda: model.check_prompts(drawn[world.rank :: world.size]))
     with contextlib.ExitStack() as held:
@@ -146,6 +157,14 @@ def prepare_and_train(
         with ending.recording(take_back(folder, start)):
             setup_logging(folder, world.rank, console=recipe.logging.console)
             return train(recipe, world, stop, model, data, start, mirror, ending)
+
+
+def advice_of(recipe: Recipe, world: World) -> Callable[[str], list[str]]:
+    """The keys to change, by the phase that needs more memory than there is."""
+    from wfm_ds.distributed.world import ranks_per_node
+    from wfm_ds.run.fit import advice_for
+
+    return lambda phase: advice_for(recipe, phase, ranks_per_node(world.size))
 
 
 def finished_before(recipe: Recipe, world: World, start: Start) -> tuple[Outcome, Copies | None]:
@@ -179,10 +198,12 @@ def train(
 ) -> tuple[Outcome, Copies | None]:
     """Wrap the denoiser and run the recipe's loop to its end. Every rank returns the same."""
     from wfm_ds.run.ending import recorded
+    from wfm_ds.run.out_of_memory import explained
     from wfm_ds.run.stored import discard_fetched
     from wfm_ds.training.build import build_loop
 
-    with contextlib.ExitStack() as building:
+    with_advice = functools.partial(explained, world.device, advice_of(recipe, world))
+    with contextlib.ExitStack() as building, with_advice(lambda: "start"):
         loop = build_loop(recipe, world, stop, model, data, start, mirror, building)
         if start.checkpoint is not None:
             loop.checkpoints.restore(loop, Path(start.checkpoint))
@@ -190,7 +211,8 @@ def train(
         world.checked(lambda: mirror.start() if mirror is not None else None, on="main")
         resources = building.pop_all()
     with recorded(ending, recipe, mirror, loop, loop.exporter) as record:
-        with resources:  # closed before the copies are waited for: these are of whole files
+        # Closed before the copies are waited for: these are of whole files.
+        with resources, with_advice(lambda: loop.job.timer.interrupted):
             outcome = loop.run()
         return outcome, record.ended(outcome)
 

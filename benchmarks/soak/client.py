@@ -17,7 +17,8 @@ import numpy as np
 
 from benchmarks.soak import samples
 from benchmarks.soak.samples import CHUNK, GROUP_SIZE, GROUPS, PER_STEP
-from wfm_ds.pipes.client import PipeClient, TaskOutcome, TaskRequest
+from wfm_ds.pipes.client import PipeClient, TaskOutcome
+from wfm_ds.pipes.unfinished import TaskRequest
 from wfm_ds.pipes.wire import Message
 from wfm_ds.rollout import KIND
 from wfm_ds.rollout.coordinator import Chunk, Closed, Coordinator

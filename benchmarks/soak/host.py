@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.soak.samples import CHECKSUM
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.rollout.rewards import RewardService
-from wfm_ds.rollout.service import RolloutService
+from wfm_ds.rollout.service import Place, RolloutService
 from wfm_reward.rewards.jpeg import JpegIncompressibility
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny" / "sd3_nft_async.yaml"
@@ -37,8 +37,8 @@ def overrides(folder: Path) -> list[str]:
 class Rollouts(RolloutService):
     """Starts workers whose pictures need no model."""
 
-    def command(self, name: str, device: str) -> list[str]:
-        python, _, _, _, *options = super().command(name, device)
+    def command(self, name: str, place: Place) -> list[str]:
+        python, _, _, _, *options = super().command(name, place)
         words = [str(RECIPE), *overrides(self.recipe.run.output_dir)]
         return [python, "-m", "benchmarks.soak.worker", *words, *options]
 

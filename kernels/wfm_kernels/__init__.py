@@ -5,7 +5,7 @@ Every operator has a Triton backend for CUDA and an eager torch backend for ever
 
 from wfm_kernels.coefficients import sde_coefficients
 from wfm_kernels.noise import NOISE_CONTRACT
-from wfm_kernels.ops import NftLoss, SdeStep, flow_noise, nft_loss, sde_log_prob, sde_step
+from wfm_kernels.ops import NftLoss, SdeStep, flow_noise, nft_loss, quantise_rows, sde_log_prob, sde_step
 
 __all__ = [
     "NOISE_CONTRACT",
@@ -13,6 +13,7 @@ __all__ = [
     "SdeStep",
     "flow_noise",
     "nft_loss",
+    "quantise_rows",
     "sde_coefficients",
     "sde_log_prob",
     "sde_step",

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "u8": 1}
 ACCESS_BYTES = 16
 NUM_FMA_OF_NORMALS = 108  # in the logarithm, sine and cosine of a draw; Triton 3.6 to 3.9
 
@@ -56,7 +56,14 @@ class Report:
 
 
 def variants() -> list[Variant]:
-    return [*_sde_variants(), *_gradient_variants(), *_nft_variants(), *_noise_variants(), *_finish_variants()]
+    return [
+        *_sde_variants(),
+        *_gradient_variants(),
+        *_nft_variants(),
+        *_noise_variants(),
+        *_row_variants(),
+        *_finish_variants(),
+    ]
 
 
 def _sde_variants() -> Iterator[Variant]:
@@ -183,6 +190,26 @@ def _noise_variants() -> Iterator[Variant]:
                 max_registers=80,
                 draws=draws,
             )
+
+
+def _row_variants() -> Iterator[Variant]:
+    """Rows of the linear layers of SD3 and Wan 14B, and the longest."""
+    from wfm_kernels.ops import MAX_ROW
+    from wfm_kernels.torch_backend import E4M3_MAX, LEAST_SCALE
+    from wfm_kernels.triton_backend import row_launch
+
+    for dtype, n in [("bf16", 1536), ("bf16", 5120), ("bf16", 13824), ("fp32", 1536), ("bf16", MAX_ROW)]:
+        block, warps = row_launch(n)
+        yield Variant(
+            kernel="quantise_rows_kernel",
+            label=f"x {dtype} of {n}",
+            types={"x_ptr": f"*{dtype}", "byte_ptr": "*u8", "scale_ptr": "*fp32", "n": "i32"},
+            constants={"MAX": E4M3_MAX, "LEAST": LEAST_SCALE, "BLOCK": block},
+            reads=(dtype,),
+            writes=("u8",),
+            warps=warps,
+            max_registers=128,
+        )
 
 
 def _finish_variants() -> Iterator[Variant]:

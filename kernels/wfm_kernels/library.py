@@ -281,3 +281,14 @@ def flow_noise(
 def _(clean: Tensor, sigma: Tensor, seeds: Tensor | None, noise: Tensor | None, triton: bool) -> tuple[Tensor, Tensor]:
     dtype = working_dtype(clean)
     return _like(clean), clean.new_empty(0, dtype=dtype) if seeds is None else _like(clean, dtype)
+
+
+@torch.library.custom_op("wfm_kernels::quantise_rows", mutates_args=())
+def quantise_rows(x: Tensor, triton: bool) -> tuple[Tensor, Tensor]:
+    q, scale = _backend(triton).quantise_rows(x)
+    return q, scale
+
+
+@quantise_rows.register_fake
+def _(x: Tensor, triton: bool) -> tuple[Tensor, Tensor]:
+    return _like(x, torch.float8_e4m3fn), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)

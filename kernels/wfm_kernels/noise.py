@@ -10,43 +10,54 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from wfm_kernels.host_noise import host_normal
+from wfm_kernels.philox import FLOOR, KEY_STEPS, MULTIPLIERS, ROUNDS, TO_UNIT, TWO_PI, WORD
+
 NOISE_CONTRACT = 1  # goes up when the same seed starts to mean other numbers
 
-_WORD = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
-# 32 signed bits to [0, 1), the largest scale whose product stays below 1 in float32; and the floor that bounds |z|.
-_TO_UNIT, _FLOOR = 4.6566127342e-10, 1e-7
+_BLOCK = 8192  # counters at once: few words are in memory at a time
 
 
-def philox_words(seeds: Tensor, num_counters: int) -> Tensor:
-    """Words of the counters 0 .. num_counters-1: [B, num_counters, 4] int64 in [0, 2**32), of int64 seeds [B]."""
-    counter = torch.arange(num_counters, dtype=torch.int64, device=seeds.device).expand(len(seeds), -1)
-    key = [(seeds & _WORD).unsqueeze(1), ((seeds >> 32) & _WORD).unsqueeze(1)]
-    a, b, c, d = counter, *[torch.zeros_like(counter)] * 3
-    for _ in range(_ROUNDS):
-        high_a, low_a = _product(a, _MULTIPLIERS[0])
-        high_c, low_c = _product(c, _MULTIPLIERS[1])
-        a, b, c, d = high_c ^ b ^ key[0], low_c, high_a ^ d ^ key[1], low_a
-        key = [(part + step) & _WORD for part, step in zip(key, _KEY_STEPS, strict=True)]
-    return torch.stack([a, b, c, d], dim=-1)
+def philox_words(seeds: Tensor, num_counters: int, first: int = 0) -> Tensor:
+    """Words of `num_counters` counters from `first` on: [B, num_counters, 4] int64 in [0, 2**32), of int64 seeds [B].
 
-
-def _product(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    # int64 wraps like uint64; the shift brings sign bits in from above, which the mask takes off again.
-    product = word * multiplier
-    return (product >> 32) & _WORD, product & _WORD
+    The two halves of a state are computed as one tensor [2, B, num_counters], and the keys of all rounds at once: on
+    few numbers the time is that of starting an operation.
+    """
+    multipliers, steps = (
+        torch.tensor(pair, dtype=torch.int64, device=seeds.device).view(2, 1, 1) for pair in (MULTIPLIERS, KEY_STEPS)
+    )
+    rounds = torch.arange(ROUNDS, device=seeds.device).view(-1, 1, 1, 1)
+    keys = (torch.stack([seeds & WORD, (seeds >> 32) & WORD]).unsqueeze(2) + rounds * steps) & WORD
+    multiplied = torch.zeros(2, len(seeds), num_counters, dtype=torch.int64, device=seeds.device)
+    multiplied[0] = torch.arange(first, first + num_counters, device=seeds.device)
+    others = torch.zeros_like(multiplied)
+    for key in keys.unbind():
+        # int64 wraps like uint64; the shift brings sign bits in from above, which the mask takes off again.
+        product = (multiplied * multipliers).flip(0)
+        multiplied = (product >> 32).bitwise_and_(WORD).bitwise_xor_(others).bitwise_xor_(key)
+        others = product.bitwise_and_(WORD)
+    return torch.stack([multiplied[0], others[0], multiplied[1], others[1]], dim=-1)
 
 
 def normal_from_words(words: Tensor) -> Tensor:
     """Four standard normal numbers float32 of every four words: shape of `words` ([..., 4] int64)."""
-    unit = torch.minimum(words, _WORD - words).float() * _TO_UNIT
-    radius = (-2.0 * unit[..., 0::2].clamp_min(_FLOOR).log()).sqrt()
-    angle = 6.283185307179586 * unit[..., 1::2]
+    unit = torch.minimum(words, WORD - words).float() * TO_UNIT
+    radius = (-2.0 * unit[..., 0::2].clamp_min(FLOOR).log()).sqrt()
+    angle = TWO_PI * unit[..., 1::2]
     return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1).flatten(-2)
 
 
 def normal(seeds: Tensor, n: int) -> Tensor:
-    """[B, n] float32 by the contract, of int64 seeds [B]."""
-    return normal_from_words(philox_words(seeds, -(-n // 4))).flatten(1)[:, :n].contiguous()
+    """[B, n] float32 by the contract, of int64 seeds [B], on their device."""
+    return host_normal(seeds, n) if seeds.device.type == "cpu" else torch_normal(seeds, n)
+
+
+def torch_normal(seeds: Tensor, n: int) -> Tensor:
+    """`normal` by torch operations alone, on any device: on a CPU the reference of `host_normal`."""
+    num_counters, at_once = -(-n // 4), max(1, _BLOCK // max(1, len(seeds)))
+    blocks = [
+        normal_from_words(philox_words(seeds, min(at_once, num_counters - first), first)).flatten(1)
+        for first in range(0, num_counters, at_once)
+    ]
+    return torch.cat(blocks, dim=1)[:, :n].contiguous()

@@ -9,12 +9,15 @@ from torch import Tensor
 from wfm_kernels import library
 from wfm_kernels.backends import Backend, use_triton
 from wfm_kernels.checks import (
+    DTYPES,
     require_coefficients,
     require_floating,
     require_latents,
     require_one_source,
     require_vectors,
 )
+
+MAX_ROW = 32_768  # elements of a row that one program of quantise_rows holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,3 +179,20 @@ def flow_noise(
     triton = use_triton(backend, clean_latents, sigma, seeds, noise)
     noisy, drawn = library.flow_noise(clean_latents.detach(), sigma, seeds, noise, triton)
     return noisy, drawn if noise is None else noise
+
+
+def quantise_rows(x: Tensor, *, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
+    """Values q in float8 e4m3, shape of x, and scales float32 [..., 1] with x about q * scale; not differentiable.
+
+    x [..., K] float32, bfloat16 or float16. The scale of a row is its largest magnitude / 448, the largest value of
+    e4m3, and 1 for a row of zeros; values are rounded to nearest, halves to even. A function of the row alone: no row
+    depends on another. A NaN or an infinity anywhere makes the products of its row NaN, so that whoever watches for
+    them sees them. Raises ValueError for other dtypes, for an empty x, and for K above 32768.
+    """
+    if x.dtype not in DTYPES or x.ndim == 0 or x.numel() == 0 or x.shape[-1] > MAX_ROW:
+        raise ValueError(
+            f"x must be [..., K] float32, bfloat16 or float16, not empty, with K at most {MAX_ROW}, got "
+            f"{list(x.shape)} {x.dtype}"
+        )
+    q, scale = library.quantise_rows(x.detach(), use_triton(backend, x[:1]))
+    return q, scale

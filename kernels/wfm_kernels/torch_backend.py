@@ -11,6 +11,8 @@ from torch import Tensor
 from wfm_kernels.checks import working_dtype
 from wfm_kernels.noise import normal
 
+E4M3_MAX = 448.0
+LEAST_SCALE = 2.0**-126  # the smallest normal float32: what a GPU may flush to zero is no scale
 MIN_WEIGHT = 1e-5  # lower bound of the mean absolute error that a branch of the NFT loss is divided by
 
 
@@ -170,3 +172,12 @@ def flow_noise(clean: Tensor, sigma: Tensor, seeds: Tensor | None, noise: Tensor
     s = sigma.unsqueeze(1)
     noisy = _like((1 - s) * x0 + s * eps, clean)
     return noisy, eps.view(clean.shape) if noise is None else eps.new_empty(0)
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Values in float8 e4m3, shape of x, and the scale of each row, float32 [..., 1]."""
+    rows = x.float()
+    greatest = rows.abs().amax(-1, keepdim=True)
+    scale = torch.where(greatest == 0, 1.0, (greatest / E4M3_MAX).clamp_min(LEAST_SCALE))
+    # clamp: what rounding lifts above the greatest value would become NaN
+    return (rows / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale

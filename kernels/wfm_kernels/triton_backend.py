@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from wfm_kernels import triton_kernels as kernels
-from wfm_kernels.torch_backend import MIN_WEIGHT
+from wfm_kernels.torch_backend import E4M3_MAX, LEAST_SCALE, MIN_WEIGHT
 
 BLOCK, WARPS = 2048, 8
 NFT_BLOCK, NFT_WARPS = 1024, 4  # eight accumulators: more elements a thread would spill
@@ -25,9 +26,12 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, **constants: Any) -> None:
-    # Fusion off: whether the compiler contracts a*b+c may differ between two kernels, and rollout and training would
-    # get other bits. These kernels wait for memory, not for arithmetic.
-    kernel[grid](*args, **constants, num_warps=warps, enable_fp_fusion=False)
+    place = next(arg for arg in args if isinstance(arg, Tensor))
+    # Triton launches on the thread's current device, whatever its pointers say; a new thread's is device 0.
+    with torch.cuda.device_of(place):  # type: ignore[no-untyped-call]
+        # Fusion off: whether the compiler contracts a*b+c may differ between two kernels, and rollout and training
+        # would get other bits. These kernels wait for memory, not for arithmetic.
+        kernel[grid](*args, **constants, num_warps=warps, enable_fp_fusion=False)
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -286,3 +290,29 @@ def flow_noise(clean: Tensor, sigma: Tensor, seeds: Tensor | None, noise: Tensor
         warps=WARPS,
     )
     return noisy, drawn
+
+
+def row_launch(n: int) -> tuple[int, int]:
+    """(BLOCK, warps) of a program that holds a row of n elements: 16 of them in a thread, more in the longest rows."""
+    block = max(512, triton.next_power_of_2(n))
+    return block, min(16, block // 512)
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    n = x.shape[-1]
+    block, warps = row_launch(n)
+    q = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = _empty((*x.shape[:-1], 1), torch.float32, x.device)
+    _launch(
+        kernels.quantise_rows_kernel,
+        (x.numel() // n,),
+        _aligned(x),
+        q.view(torch.uint8),
+        scale,
+        n,
+        MAX=E4M3_MAX,
+        LEAST=LEAST_SCALE,
+        BLOCK=block,
+        warps=warps,
+    )
+    return q, scale

@@ -288,6 +288,40 @@ def flow_noise_kernel(
 
 
 @triton.jit
+def e4m3_bits(x):
+    """The byte of float8 e4m3 nearest to each of x, at most 448 in magnitude or NaN; halves go to the even one."""
+    if INTERPRETED:
+        # The interpreter's own cast truncates. A normal number keeps three bits of its mantissa; below 2^-6 steps are
+        # 2^-9, counted by adding the number whose own steps are 1.
+        u = x.to(tl.uint32, bitcast=True)
+        magnitude = u & 0x7FFFFFFF
+        rounded = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+        steps = ((tl.abs(x) * 512.0 + 8388608.0) - 8388608.0).to(tl.uint32)
+        byte = tl.where(magnitude < 0x3C800000, steps, rounded)
+        byte = tl.where(magnitude > 0x7F800000, 0x7F, byte)
+        return (byte | (u >> 24 & 0x80)).to(tl.uint8)
+    else:  # noqa: RET505
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def quantise_rows_kernel(x_ptr, byte_ptr, scale_ptr, n, MAX: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr):
+    """One program a row [n], n at most BLOCK."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    mask = i < n
+    x = read(x_ptr, row * n, i, mask)
+    # As integers, magnitudes are ordered like their values and NaN is the greatest, which a maximum of floats may lose.
+    greatest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)
+    scale = tl.where(greatest == 0.0, 1.0, tl.div_rn(greatest, MAX))
+    scale = tl.where(scale < LEAST, LEAST, scale)
+    y = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+    y = tl.where(y > MAX, MAX, tl.where(y < -MAX, -MAX, y))  # NaN passes through
+    tl.store(byte_ptr + row * n + i, e4m3_bits(y), mask=mask)
+    tl.store(scale_ptr + row, scale)
+
+
+@triton.jit
 def words_kernel(seed_ptr, word_ptr, num_counters, BLOCK: tl.constexpr):
     """The integers behind the noise [B, num_counters, 4] int32: for the tests of the contract."""
     sample = tl.program_id(0)

@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wfm_ds.algorithms.advantages import Rewards, reward_stats, reward_warnings, step_advantages, step_rewards
+from wfm_ds.algorithms.advantages import (
+    Rewards,
+    best_and_worst,
+    group_variance,
+    reward_stats,
+    reward_warnings,
+    step_advantages,
+    step_rewards,
+)
 from wfm_ds.recipe.algorithms import RlSettings
 from wfm_ds.recipe.sections import RewardFunction, RewardRecipe
 from wfm_ds.types import Score
@@ -347,3 +355,59 @@ def test_varied_failing_lonely_and_unweighted_rewards_raise_no_warning():
     scores = [scored(a=0.1, b=None, watched=1.0), scored(a=0.2, b=0.0, watched=1.0)]
     functions = [RewardFunction(name="a"), RewardFunction(name="b"), RewardFunction(name="watched", weight=0.0)]
     assert warnings(scores, functions) == []
+
+
+def chosen(rewards, groups, count, **settings):
+    rewards = Rewards(list(rewards), [None if r is None else (r,) for r in rewards], (1.0,), {})
+    return best_and_worst(rewards, groups, RlSettings(**{"name": "any"} | settings), count)
+
+
+@given(st.lists(st.integers(0, 5), min_size=6, max_size=6), st.lists(st.integers(0, 5), min_size=6, max_size=6))
+def test_the_samples_that_are_kept_are_those_that_best_of_n_trains(first, second):
+    groups = ["a", "b"] * 6
+    rewards = [float(r) for pair in zip(first, second, strict=True) for r in pair]
+    kept, teaching = chosen(rewards, groups, 4)
+    trained = advantages(rewards, groups, best_of_n=4).values
+    assert kept == [i for i, value in enumerate(trained) if value is not None]
+    assert teaching == [name for name, of_group in (("a", first), ("b", second)) if len(set(of_group)) > 1]
+
+
+def test_the_best_and_the_worst_are_kept_in_their_order_and_all_where_none_is_too_many():
+    rewards = [3.0, 1.0, 5.0, 2.0, 4.0, 0.0]
+    assert chosen(rewards, ["a"] * 6, 4) == ([1, 2, 4, 5], ["a"])
+    assert chosen(rewards, ["a"] * 6, 6)[0] == list(range(6))
+    assert chosen(rewards[:3], ["a"] * 3, 3)[0] == [0, 1, 2]
+
+
+def test_a_sample_without_a_reward_is_kept_only_where_there_are_too_few_others():
+    groups = ["a"] * 5 + ["b"] * 5
+    rewards = [None, 1.0, 2.0, 3.0, 4.0, None, None, 5.0, None, None]
+    kept, teaching = chosen(rewards, groups, 4)
+    assert kept == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert teaching == ["a"]  # one reward alone is compared with nothing
+
+
+@pytest.mark.parametrize("size", [2, 5, 8])
+def test_the_mean_variance_of_a_judges_groups_is_that_of_its_judgement(size):
+    """Over all groups that a judge of p = 0.3 can see, each with its probability."""
+    p = 0.3
+    mean = math.fsum(
+        math.comb(size, good)
+        * p**good
+        * (1 - p) ** (size - good)
+        * group_variance([1.0] * good + [0.0] * (size - good))
+        for good in range(size + 1)
+    )
+    assert mean == pytest.approx(p * (1 - p), rel=1e-12)
+
+
+@given(rewards=st.lists(st.one_of(st.none(), st.floats(-1e3, 1e3)), max_size=8), order=st.randoms())
+def test_a_groups_variance_is_that_of_its_valid_rewards_in_any_order(rewards, order):
+    valid = [r for r in rewards if r is not None]
+    mixed = order.sample(rewards, len(rewards))
+    assert group_variance(mixed) == group_variance(rewards)
+    if len(valid) < 2:
+        assert group_variance(rewards) is None
+    else:
+        assert group_variance(rewards) == pytest.approx(np.var(valid, ddof=1), rel=1e-9, abs=1e-4)
+    assert group_variance([0.1 * 3] * 4) == group_variance([0.3, 0.1 * 3, None]) == 0.0

@@ -9,7 +9,8 @@ import torch
 from wfm_ds.algorithms import rl_policies
 from wfm_ds.algorithms.advantages import Rewards
 from wfm_ds.algorithms.ddrl import Ddrl
-from wfm_ds.algorithms.sft import flow_loss
+from wfm_ds.algorithms.sft import loss_weight
+from wfm_ds.algorithms.supervised import velocity_errors
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.sampling.noise import seeded_normal
@@ -114,7 +115,7 @@ def test_equal_rewards_leave_the_diffusion_loss_on_the_data():
             sigma = torch.tensor([algorithm.edm.steps[k].sigma])
             noise = seeded_normal([sample.noise_seed], IMAGE)
             velocity = denoiser((1 - sigma) * sample.data[None] + sigma * noise, sigma)
-            losses.append(flow_loss(velocity, sample.data[None], noise, sigma, "edm"))
+            losses.append(loss_weight("edm", sigma) * velocity_errors(velocity, sample.data[None], noise))
     want = 0.3 * denoiser.gradient(torch.cat(losses).mean())
     torch.testing.assert_close(denoiser.gradient(total(algorithm, denoiser, batch)), want, rtol=1e-5, atol=1e-7)
 

@@ -3,7 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wfm_ds.algorithms.diffusion_nft import nft_loss, old_decay, reward_weights, trained_step_indices
+from wfm_ds.algorithms.diffusion_nft import nft_loss, old_decay, reward_weights
+from wfm_ds.algorithms.terms import trained_step_indices
 from wfm_ds.recipe.algorithms import DecaySchedule
 
 FP64 = torch.float64

@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wfm_ds.algorithms import build_rl
-from wfm_ds.algorithms.flow_grpo import clipped_policy_loss, drift, guarded_log_ratio, kl_scale
+from wfm_ds.algorithms.flow_grpo import drift, guarded_log_ratio, kl_scale
+from wfm_ds.algorithms.ratio import clipped_policy_loss, divergence_policy_loss, step_divergence
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import RolloutRecipe
+from wfm_ds.sampling.plan import STD
 from wfm_ds.types import Prompt, Rollout, Transition
 from wfm_kernels import reference
 
@@ -127,8 +129,13 @@ def published(rl, batch, denoiser, old, ref=None):
         gaussian = [reference.sde_log_prob("dance", x_next, m, std) for m in (mean, old_mean)]
         log_ratio = (gaussian[0] - gaussian[1] + bias) * std.flatten()
     ratio, a = log_ratio.exp(), batch.advantage.double()
-    low, high = s.clip_ratio_low or s.clip_ratio, s.clip_ratio_high or s.clip_ratio
-    loss = torch.maximum(-a * ratio, -a * ratio.clamp(1 - low, 1 + high))
+    if s.trust_region == "divergence":
+        kl = reference.mean((mean - old_mean) ** 2) / (2 * std.flatten() ** 2)
+        onward = ((ratio > 1) & (a > 0)) | ((ratio < 1) & (a < 0))
+        loss = torch.where((kl >= s.divergence) & onward, 0.0, -a * ratio)
+    else:
+        low, high = s.clip_ratio_low or s.clip_ratio, s.clip_ratio_high or s.clip_ratio
+        loss = torch.maximum(-a * ratio, -a * ratio.clamp(1 - low, 1 + high))
     if s.guard and s.guard_reweight:
         loss = loss / (sigma - after)
     if ref is not None:
@@ -154,13 +161,16 @@ VARIANTS = {
     "two clip ratios": {"clip_ratio_low": 1e-3, "clip_ratio_high": 2e-3},
     "guard": {"guard": True},
     "guard, cps, not reweighted": {"guard": True, "solver": "cps", "guard_reweight": False},
+    "divergence": {"trust_region": "divergence", "divergence": 6e-7, "kl_beta": 0.3},
+    "divergence, cps": {"trust_region": "divergence", "divergence": 6e-7, "solver": "cps"},
+    "divergence, guard": {"trust_region": "divergence", "divergence": 6e-7, "guard": True},
 }
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_loss_and_gradient_are_the_published_ones_in_float64(name):
     keys = {"updates_per_rollout": 2, "old_log_prob": "rollout"} | VARIANTS[name]
-    if "clip_ratio_low" not in keys:
+    if not keys.keys() & {"clip_ratio_low", "trust_region"}:
         keys["clip_ratio"] = 0.05
     sampling = {"window": {"kind": "subset", "size": 8, "indices": list(range(8))}}
     rl, old, ref = algorithm(sampling=sampling, **keys), Denoiser(), Denoiser(seed=3)
@@ -171,14 +181,18 @@ def test_loss_and_gradient_are_the_published_ones_in_float64(name):
     assert loss.shape == batch.sigma.shape
     assert loss.dtype == torch.float32
     assert stats["policy/ratio_max_abs_dev"].max() > 1e-4
+    if rl.by_divergence:
+        assert 0.1 < stats["policy/clip_fraction_active"].mean() < 0.9
     torch.testing.assert_close(loss.double(), want, rtol=0, atol=2e-5 * want.abs().max().item())
     torch.testing.assert_close(gradient.double(), want_gradient, rtol=0, atol=2e-4 * want_gradient.abs().max().item())
 
 
 @pytest.mark.parametrize("old_log_prob", ["auto", "recompute"])
-@pytest.mark.parametrize("guard", [False, True])
-def test_later_updates_compare_with_the_weights_of_the_rollout_however_these_are_known(old_log_prob, guard):
-    keys = {"updates_per_rollout": 2, "clip_ratio": 0.05, "guard": guard}
+@pytest.mark.parametrize("variant", ["flow_sde", "guard", "divergence", "divergence, guard"])
+def test_later_updates_compare_with_the_weights_of_the_rollout_however_these_are_known(old_log_prob, variant):
+    keys = {"updates_per_rollout": 2} | VARIANTS[variant]
+    if "trust_region" not in keys:
+        keys["clip_ratio"] = 0.05
     old = Denoiser()
     policy = old.moved(0.003)
     results = []
@@ -234,6 +248,43 @@ def test_a_clipped_ratio_has_no_gradient():
     assert torch.equal(gradient == 0, active)
     ratio = 1 + stats["policy/ratio_std"]  # the deviation from 1
     assert torch.equal(active, torch.where(batch.advantage > 0, ratio > 1 + 1e-6, ratio < 1 - 1e-6))
+
+
+THOUSANDTHS = st.integers(-3000, 3000).map(lambda n: n / 1000)
+
+
+@given(st.lists(st.tuples(THOUSANDTHS, THOUSANDTHS, st.floats(0, 1e-3)), min_size=1), st.floats(0, 1e-3))
+def test_the_divergence_drops_what_is_far_and_moves_on_and_nothing_else(terms, bound):
+    log_ratio, advantage, divergence = torch.tensor(terms, dtype=torch.float32).T
+    log_ratio.requires_grad_()
+    ratio = log_ratio.detach().double().exp()
+    onward = ((ratio > 1) & (advantage > 0)) | ((ratio < 1) & (advantage < 0))
+    for limit, dropped in ((bound, onward & (divergence >= bound)), (0.0, onward), (math.inf, onward & False)):
+        loss = divergence_policy_loss(log_ratio, divergence, advantage, limit)
+        gradient = torch.autograd.grad(loss.sum(), log_ratio)[0]
+        plain = -advantage.double() * ratio  # of the loss, and of its gradient by the logarithm
+        want = torch.where(dropped, 0.0, plain).float()
+        torch.testing.assert_close(loss.detach(), want, rtol=1e-6, atol=1e-40)
+        torch.testing.assert_close(gradient, want, rtol=1e-6, atol=1e-40)
+        assert not gradient[dropped].any()
+
+
+def test_an_infinite_ratio_of_a_dropped_step_leaves_all_gradients_finite():
+    log_ratio = torch.tensor([200.0, 0.1], requires_grad=True)
+    loss = divergence_policy_loss(log_ratio, torch.tensor([1.0, 0.0]), torch.ones(2), 1e-5)
+    assert torch.isinf(log_ratio.detach().exp()[0])
+    assert torch.autograd.grad(loss.sum(), log_ratio)[0].tolist() == pytest.approx([0.0, -math.exp(0.1)])
+
+
+def test_the_divergence_is_the_kl_of_two_gaussians_by_element_and_gives_no_gradient():
+    draw = torch.Generator().manual_seed(0)
+    mean, old = (torch.randn(3, 2, 4, 5, generator=draw, dtype=FP64) for _ in range(2))
+    std = torch.tensor([0.2, 0.7, 1.5], dtype=FP64)
+    of_step, of_old = (torch.distributions.Normal(m, std.view(3, 1, 1, 1)) for m in (mean.requires_grad_(), old))
+    want = torch.distributions.kl_divergence(of_old, of_step).flatten(1).mean(1).detach()
+    found = step_divergence(mean, old, std)
+    torch.testing.assert_close(found, want)
+    assert not found.requires_grad
 
 
 @given(st.permutations(range(8)), st.lists(st.integers(1, 4), min_size=1, max_size=6))
@@ -354,6 +405,12 @@ def test_only_what_the_ratios_need_is_stored_and_asked():
     assert needs(guard=True) == ((), False, False)
     assert needs(guard=True, updates_per_rollout=2) == ((), False, True)
     assert needs(guard=True, old_log_prob="recompute", updates_per_rollout=2) == (("old",), True, False)
+    flow_dppo = {"trust_region": "divergence"}
+    assert needs(**flow_dppo) == ((), False, False)
+    assert needs(**flow_dppo, updates_per_rollout=2) == ((), False, True)
+    assert needs(**flow_dppo, old_log_prob="rollout") == ((), False, True)
+    assert needs(**flow_dppo, old_log_prob="recompute", updates_per_rollout=2) == (("old",), True, False)
+    assert needs(**flow_dppo, rollout=STALE) == (("old",), True, True)  # their drift is a divergence too
     for beta, policies in ((0.0, frozenset()), (0.1, {"ref"})):
         assert algorithm(kl_beta=beta).settings.policies(RolloutRecipe()) == policies
 
@@ -380,6 +437,28 @@ def test_rollouts_that_training_cannot_reproduce_are_warned_of(caplog):
         assert caplog.text == ""
         rl.review({"policy/ratio_start_abs_dev": 1.1e-5})
     assert "miss 1 by 1.1e-05 on average, over 10 % of the clip range 1.0e-04" in caplog.text
+    caplog.clear()
+    rl = algorithm(trust_region="divergence", divergence=2e-5)
+    with caplog.at_level(logging.WARNING):
+        rl.review({"policy/ratio_start_abs_dev": 1.0, "policy/divergence_start": 1.9e-6})
+        assert caplog.text == ""
+        rl.review({"policy/divergence_start": 2.1e-6})
+    assert "diverge by 2.1e-06 on average, over 10 % of algorithm.divergence 2.0e-05" in caplog.text
+
+
+def test_what_a_rollout_stored_and_the_first_update_finds_differ_by_a_divergence():
+    rl = algorithm(trust_region="divergence", updates_per_rollout=2)
+    sampler = Denoiser()
+    rollouts, other = rolled_out(rl, sampler), sampler.moved(0.01)
+    [batch] = micro_batches(rl, rollouts)
+    assert not evaluated(rl, batch, sampler)[1]["policy/divergence_start"].any()
+    stats = evaluated(rl, batch, other)[1]
+    std = batch.coefficients[:, STD].float()
+    means = [rl._mean(policy(batch.latents, batch.sigma), batch) for policy in (other, sampler)]
+    torch.testing.assert_close(stats["policy/divergence_start"], step_divergence(*means, std))
+    assert not stats["policy/divergence"].any()  # the trained weights are the old ones
+    [later] = micro_batches(rl, rollouts, update=1)
+    assert "policy/divergence_start" not in evaluated(rl, later, other)[1]
 
 
 @pytest.mark.parametrize(
@@ -396,6 +475,10 @@ def test_rollouts_that_training_cannot_reproduce_are_warned_of(caplog):
         ({"solver": "ode", "sampling": {"same_noise": True}}, "injects no noise, so same_noise cannot be set"),
         ({"solver": "ode", "sampling": {"noise_level": 0.7}}, "injects no noise, so noise_level cannot be set"),
         ({"clip_ratio_low": 1.0}, "less than 1"),
+        ({"divergence": 1e-4}, r"divergence: only read with trust_region: divergence; remove it"),
+        ({"trust_region": "divergence", "clip_ratio": 1e-3}, r"clip_ratio: only read with trust_region: ratio"),
+        ({"trust_region": "divergence", "clip_ratio_low": 1e-3}, r"clip_ratio_low: only read with trust_region: ratio"),
+        ({"trust_region": "divergence", "divergence": 0}, "greater than 0"),
     ],
 )
 def test_recipes_that_cannot_work_are_refused(keys, message):
@@ -422,13 +505,20 @@ def test_clipping_is_the_published_one():
 STALE = {"mode": "async", "max_staleness": 1}
 
 
+REGIONS = {
+    "ratio": ({"clip_ratio": 0.05}, 1.5),
+    "guard": ({"clip_ratio": 0.05, "guard": True}, 1.5),
+    "divergence": ({"trust_region": "divergence", "divergence": 0.1}, 0.4),
+}
+
+
 @pytest.mark.parametrize("old_log_prob", ["auto", "recompute"])
-@pytest.mark.parametrize("guard", [False, True])
-def test_steps_that_the_weights_have_moved_away_from_are_dropped(old_log_prob, guard):
-    keys = {"guard": guard, "clip_ratio": 0.05, "updates_per_rollout": 2}
-    rl = algorithm(old_log_prob=old_log_prob, rollout=STALE, max_drift=1.5, **keys)
+@pytest.mark.parametrize("region", REGIONS)
+def test_steps_that_the_weights_have_moved_away_from_are_dropped(old_log_prob, region):
+    (bounds, most), sampler = REGIONS[region], Denoiser()
+    keys = {**bounds, "updates_per_rollout": 2}
+    rl = algorithm(old_log_prob=old_log_prob, rollout=STALE, max_drift=most, **keys)
     fresh = algorithm(old_log_prob="recompute", **keys)
-    sampler = Denoiser()
     old, now = sampler.moved(0.7), sampler.moved(0.8)
     rollouts = rolled_out(rl, sampler)
     for update, references in enumerate(({}, {"old": old})):
@@ -437,13 +527,21 @@ def test_steps_that_the_weights_have_moved_away_from_are_dropped(old_log_prob, g
         for batch in micro_batches(rl, rollouts, update=update, size=3):
             loss, stats, _ = evaluated(rl, batch, policy, **references)
             whole, _, _ = evaluated(fresh, batch, policy, **references)
-            log_prob = rl._log_prob(old(batch.latents, batch.sigma), batch).detach()
-            moved.append((log_prob - batch.rollout_log_prob).abs() / 0.05)
-            dropped = moved[-1] > 1.5
+            moved.append(distance(rl, batch, old, sampler))
+            dropped = moved[-1] > most
             torch.testing.assert_close(loss, torch.where(dropped, 0.0, whole))
-            torch.testing.assert_close(stats["policy/drift"], moved[-1])
+            torch.testing.assert_close(stats["policy/drift"], moved[-1], rtol=1e-4, atol=1e-5)
             assert stats["policy/dropped_fraction"].tolist() == dropped.float().tolist()
-        assert 0 < (torch.cat(moved) > 1.5).sum() < len(torch.cat(moved))
+        assert 0 < (torch.cat(moved) > most).sum() < len(torch.cat(moved))
+
+
+def distance(rl, batch, old, sampler):
+    """How far the steps [B] are apart under two policies, in sizes of the trust region."""
+    velocities = [policy(batch.latents, batch.sigma).detach() for policy in (old, sampler)]
+    if rl.by_divergence:
+        means = [rl._mean(velocity, batch) for velocity in velocities]
+        return step_divergence(*means, batch.coefficients[:, STD].float()) / rl.settings.divergence
+    return (rl._log_prob(velocities[0], batch) - batch.rollout_log_prob).abs() / rl.settings.clip_ratio
 
 
 def test_stale_ratios_to_the_rollout_drop_nothing():

@@ -9,17 +9,18 @@ from hypothesis import strategies as st
 
 from wfm_ds.algorithms.sft import (
     WHOLE,
+    Sft,
     bucket_of,
     conditional_counts,
     density_bands,
     density_quantile,
     drawn_experts,
-    flow_loss,
     loss_weight,
     training_sigmas,
     validation_sigmas,
     within,
 )
+from wfm_ds.algorithms.supervised import velocity_errors
 from wfm_ds.recipe.algorithms import SftAlgorithm
 from wfm_ds.sampling.schedule import unshifted
 
@@ -36,6 +37,11 @@ DENSITIES = [
 
 def sft(**keys):
     return SftAlgorithm(name="sft", **keys)
+
+
+def flow_loss(velocity, clean, noise, sigma, weighting="none", *, conditional_mask=None):
+    errors = velocity_errors(velocity, clean, noise, conditional_mask)
+    return Sft(sft(loss_weighting=weighting)).loss(errors[None], sigma, {})[0]
 
 
 def sigmas(algorithm, positions, *, shift=3.0, run_seed=0, global_batch=16, band=WHOLE):

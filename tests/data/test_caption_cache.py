@@ -6,8 +6,9 @@ import time
 
 import pytest
 
-from wfm_ds.data import caption_cache, paired
+from wfm_ds.data import caption_cache
 from wfm_ds.data.caption_cache import CaptionCache, user_cache
+from wfm_ds.data.cosmos import CosmosFolder
 from wfm_ds.data.paired import PairedFolder
 
 LATER_NS = int(2 * caption_cache.RECENT_S * 1e9)  # by then nothing that a test wrote is recent
@@ -25,20 +26,20 @@ def folder(tmp_path):
 @pytest.fixture
 def reads(monkeypatch):
     """The names of the caption files that are read."""
-    read, names = paired.read_regular, []
+    read, names = caption_cache.read_regular, []
 
     def counted(path):
         names.append(os.path.basename(path))
         return read(path)
 
-    monkeypatch.setattr(paired, "read_regular", counted)
+    monkeypatch.setattr(caption_cache, "read_regular", counted)
     return names
 
 
 @pytest.fixture
 def later(monkeypatch):
     now_ns = time.time_ns
-    monkeypatch.setattr(paired.time, "time_ns", lambda: now_ns() + LATER_NS)
+    monkeypatch.setattr(time, "time_ns", lambda: now_ns() + LATER_NS)
 
 
 def write(folder, name, prompt, **more):
@@ -63,6 +64,23 @@ def test_a_second_scan_reads_no_caption_that_is_unchanged(folder, reads, later):
     assert reads == []
     sample = PairedFolder(folder, max_bad_fraction=0.9, cache_dir=folder.parent / "cache").samples[0]
     assert (sample.prompt.negative_text, sample.prompt.metadata) == ("blur", {"label": 7})
+
+
+def test_a_cosmos_folder_keeps_its_captions_too(tmp_path, reads, later):
+    for name in ("metas/a.txt", "metas/mute.txt", "videos/a.mp4", "videos/mute.mp4"):
+        path = tmp_path / "set" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("a caption" if name == "metas/a.txt" else "")
+
+    def scan_cosmos():
+        found = CosmosFolder(tmp_path / "set", max_bad_fraction=0.9, cache_dir=tmp_path / "cache")
+        return [(sample.id, sample.prompt.text) for sample in found.samples], found.bad
+
+    first = scan_cosmos()
+    assert sorted(reads) == ["a.txt", "mute.txt"]
+    reads.clear()
+    assert scan_cosmos() == first == ([("a", "a caption")], {"no_prompt": [str(tmp_path / "set/metas/mute.txt")]})
+    assert reads == []
 
 
 def test_a_caption_of_the_same_size_and_time_of_change_is_read_again(folder, reads, later):

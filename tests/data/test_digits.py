@@ -71,7 +71,7 @@ def test_the_command_writes_the_same_bytes_again_and_refuses_a_used_folder(out, 
     assert (made.returncode, made.stderr) == (0, "")
     assert "899 captioned images" in made.stdout
     assert fingerprint(tmp_path / "again") == fingerprint(out)
-    assert fingerprint(out)[0] == 2 * 899 + 1
+    assert fingerprint(out)[0] == 2 * 899 + 2
 
     refused = command(tmp_path / "again")
     assert refused.returncode == 2

@@ -193,6 +193,18 @@ def test_a_step_does_not_depend_on_those_before_it():
     assert asked(7, 3, [9, 2, 9]) == [asked(7, 3, range(1, 10))[i - 1] for i in (9, 2, 9)]
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_further_prompts_follow_from_step_and_attempt_and_are_others(shuffle):
+    prompts = [Prompt(id=f"{i}", text="") for i in range(1000)]
+    order, again = (PromptOrder(prompts, seed=3, shuffle=shuffle) for _ in range(2))
+    first = {attempt: [p.id for p in order.further(7, 4, attempt)] for attempt in (1, 2)}
+    assert {attempt: [p.id for p in again.further(7, 4, attempt)] for attempt in (2, 1)} == first
+    own = [p.id for p in order.prompts(7, 4)]
+    assert len({*own, *first[1], *first[2]}) == 12
+    whole = [p.id for step in range(1, 250) for p in order.further(step, 4, 1)]
+    assert len(set(whole)) == len(whole)  # each once an epoch of their own
+
+
 def test_another_seed_asks_in_another_order():
     assert asked(30, 30, [1], seed=1) != asked(30, 30, [1], seed=2)
 

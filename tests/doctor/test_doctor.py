@@ -1,5 +1,6 @@
 """The doctor finds what would stop a run: on this machine, in a recipe, on the hosts of a hostfile."""
 
+import dataclasses
 import json
 import os
 import socket
@@ -15,7 +16,7 @@ from wfm_ds.doctor import recipe as doctor_recipe
 from wfm_ds.doctor.finding import Finding, attempt
 from wfm_ds.errors import RecipeError, RewardError
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.run.estimate import memory
+from wfm_ds.run.estimate import estimate
 from wfm_ds.run.model import load_model
 
 
@@ -154,6 +155,12 @@ def test_samples_that_ranks_cannot_share_are_an_error(recipe):
     assert attempt("batch", lambda: doctor_recipe.batch(recipe(), 3)).level == "error"
 
 
+def test_prompts_that_come_too_seldom_to_be_chosen_by_rewards_are_a_warning(recipe):
+    findings = doctor_recipe.recipe_findings(recipe("data.choose=spread"), 1)
+    finding = next(f for f in findings if f.name == "prompts")
+    assert (finding.level, "each of its 12 prompts 0.33 times" in finding.text) == ("warning", True)
+
+
 def test_replicas_are_named(recipe):
     shared = recipe("engine.sequence_parallel=2")
     assert doctor_recipe.batch(shared, 4) == "8 samples a step, 4 on each of 2 replicas of 2 ranks"
@@ -173,19 +180,24 @@ def test_replicas_are_named(recipe):
 def test_the_estimate_counts_what_the_loaded_model_has(recipe, name, family):
     settings = recipe(name=name, family=family)
     model = load_model(settings, torch.device("cpu"))
-    loaded = memory(settings, model.denoiser, model.default_lora_targets, 2)
-    assert doctor_recipe.estimate(settings, 2) == loaded
+    loaded = estimate(settings, model, 2, device="cpu")
+    assert doctor_recipe.estimated(settings, 2) == loaded
+    if settings.lora is not None:  # Cosmos's frozen text layer moves into the text encoding
+        model.freeze_all_but(settings.lora.target_modules or model.default_lora_targets)
     assert loaded.total == sum(p.numel() for p in model.denoiser.parameters())
 
 
 def test_too_little_disk_space_and_memory_are_errors(recipe):
     settings = recipe("checkpoint.keep=1000000000000")
-    sizes = doctor_recipe.estimate(settings, 1)
+    sizes = doctor_recipe.estimated(settings, 1)
     assert doctor_recipe.space_finding(settings, sizes).level == "error"
     assert doctor_recipe.space_finding(recipe(), sizes).level == "ok"
-    assert doctor_recipe.memory_finding(sizes, 1).level == "ok"
+    assert doctor_recipe.memory_finding(settings, sizes).level == "ok"
     if not torch.cuda.is_available():
-        assert doctor_recipe.memory_finding(sizes, 10**9).level == "error"
+        finding = doctor_recipe.memory_finding(settings, dataclasses.replace(sizes, world_size=10**9))
+        assert finding.level == "error"
+        assert sizes.peak_phase in finding.text
+        assert finding.advice.startswith("change ")
 
 
 # ---- the command

@@ -15,9 +15,10 @@ from faults.processes import PATIENCE_S, go_on, stop, until, wait
 from faults.proxy import FaultyProxy
 from wfm_ds.pipes import client as client_module
 from wfm_ds.pipes import requests
-from wfm_ds.pipes.client import PipeClient, TaskRequest
+from wfm_ds.pipes.client import PipeClient
 from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.hub import Hub, Kind
+from wfm_ds.pipes.unfinished import TaskRequest
 
 WORKER = Path(__file__).parent / "lease_worker.py"
 SILENT_S = 4.0  # a worker says something every 2 s

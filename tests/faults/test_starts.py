@@ -4,6 +4,7 @@ import json
 import resource
 import subprocess
 import sys
+import time
 from functools import partial
 
 import pytest
@@ -81,3 +82,36 @@ def test_a_disk_that_is_full_at_the_first_write_is_one_sentence(run, tmp_path):
     assert "Traceback" not in ended.stderr
     ended = command(**run)
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_after_the_first_step_is_one_sentence_and_the_run_goes_on_later(run, tmp_path):
+    recipe, overrides = run["recipe"], [*run["overrides"], "run.steps=40", "checkpoint.every=1000"]
+    words = [sys.executable, "-m", "wfm_ds.train", recipe, *overrides]
+    started = subprocess.Popen(
+        words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        metrics = tmp_path / "out" / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0, started)
+        largest = metrics.stat().st_size + 2000  # of any file: the log of the rank is not far behind
+        resource.prlimit(started.pid, resource.RLIMIT_FSIZE, (largest, largest))
+        _, said = started.communicate(timeout=DEADLINE_S)
+    finally:
+        started.kill()
+    assert started.returncode == 2, said
+    [error] = [line for line in said.splitlines() if line.startswith("error:")]
+    assert error.startswith(f"error: run.output_dir {tmp_path / 'out'} takes no more metrics (File too large)")
+    assert "Traceback" not in said
+    [done] = [json.loads((tmp_path / "out" / "result.json").read_text())]
+    assert (done["status"], "takes no more metrics" in done["message"]) == ("failed", True)
+    assert command(recipe, overrides).returncode == 0
+    assert sorted({line["step"] for line in records(tmp_path / "out")}) == list(range(41))
+
+
+def wait_for(there, process):
+    end = time.monotonic() + DEADLINE_S
+    while not there():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from faults.processes import PATIENCE_S, until
-from wfm_ds.pipes.client import PipeClient, TaskRequest
+from wfm_ds.pipes.client import PipeClient
+from wfm_ds.pipes.unfinished import TaskRequest
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout import KIND, service
@@ -29,7 +30,7 @@ worker.run(lambda task, progress: {})
 
 
 class Rollouts(service.RolloutService):
-    def command(self, name, device):
+    def command(self, name, place):
         return [sys.executable, "-c", WORKER, self.hub.worker_endpoint, name, KIND]
 
 

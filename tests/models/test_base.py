@@ -2,10 +2,13 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DDIMScheduler, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
+from pydantic import ValidationError
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
 from wfm_ds.models.base import DiffusionModel, seeded, stock_argument
+from wfm_ds.recipe.sampling import SamplingRecipe
+from wfm_ds.sampling.schedule import unshifted
 
 
 @pytest.fixture
@@ -97,6 +100,29 @@ def test_a_shift_that_depends_on_the_size_has_no_single_value(model):
     model.pipeline.scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
     with pytest.raises(ModelError, match=r"algorithm\.flow_shift"):
         _ = model.flow_shift
+
+
+def sampling(**keys):
+    return SamplingRecipe(height=32, width=32, **keys)
+
+
+@pytest.mark.parametrize("num_steps", [1, 4, 10])
+def test_an_even_grid_has_equal_steps_before_the_shift_and_leaves_the_last_one_something_to_do(model, num_steps):
+    even = model.rollout_sigmas(sampling(steps=num_steps, grid="even"))
+    assert (even.dtype, even.device.type, even[0], even[-1]) == (torch.float64, "cpu", 1, 0)
+    torch.testing.assert_close(unshifted(even, 3.0).diff(), torch.full((num_steps,), -1 / num_steps).double())
+    stock = model.rollout_sigmas(sampling(steps=num_steps))
+    assert torch.equal(stock, model.sigmas(num_steps, (4, 16, 16)))
+    if num_steps == 10:  # 9 of the stock grid's 10 steps cover nearly all of it
+        assert stock[-2] < 0.01 < 0.2 < even[-2]
+
+
+def test_an_even_grid_needs_one_shift(model):
+    model.pipeline.scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    with pytest.raises(ModelError, match=r"no fixed shift: set sampling\.grid: stock"):
+        model.rollout_sigmas(sampling(steps=4, grid="even"))
+    with pytest.raises(ValidationError, match="edm_2ab does not read grid"):
+        sampling(solver="edm_2ab", grid="even")
 
 
 def test_the_stock_default_is_that_of_the_call(model):

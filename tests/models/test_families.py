@@ -32,8 +32,8 @@ def load(tiny_pipelines):
     return get
 
 
-def fresh(tiny_pipelines, family, dtype=torch.float32):
-    return registry.load(tiny_pipelines(family), dtype=dtype, device="cpu", **CASES[family].load_options)
+def fresh(tiny_pipelines, family, dtype=torch.float32, **options):
+    return registry.load(tiny_pipelines(family), dtype=dtype, device="cpu", **CASES[family].load_options, **options)
 
 
 def shape_of(model, family):
@@ -259,6 +259,21 @@ def test_bfloat16_is_close_to_float32_and_keeps_what_the_network_wants_in_float3
         want, got = load(family).denoise(*arguments), low.denoise(*arguments)
     assert got.dtype == torch.float32
     assert 0 < (got - want).norm() / want.norm() < 2e-2
+
+
+@FAMILIES
+def test_a_bfloat16_vae_takes_and_gives_float32(load, tiny_pipelines, family):
+    model, low = load(family), fresh(tiny_pipelines, family, vae_dtype=torch.bfloat16)
+    assert {p.dtype for p in low.pipeline.vae.parameters()} == {torch.bfloat16}
+    others = [part for part in low.frozen_parts() if part is not low.pipeline.vae]
+    assert {p.dtype for part in [*others, low.denoiser] for p in part.parameters()} == {torch.float32}
+    pixels = pixels_for(model, family)
+    latents = model.encode_pixels(pixels)
+    for got, want in ((low.encode_pixels(pixels), latents), (low.decode(latents), model.decode(latents))):
+        assert got.dtype == torch.float32
+        assert 0 < (got - want).norm() / want.norm() < 5e-2
+    assert low.latent_identity() != model.latent_identity()  # what is cached of the two is kept apart
+    assert low.text_identity() == model.text_identity()
 
 
 @FAMILIES

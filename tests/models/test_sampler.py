@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import numpy as np
@@ -5,6 +6,7 @@ import pytest
 import torch
 
 from wfm_ds.engine.forward import CountedForward
+from wfm_ds.errors import RecipeError
 from wfm_ds.models import registry, vae
 from wfm_ds.models.sampler import Conditions, Sampler
 from wfm_ds.models.text_cache import TextCache
@@ -62,6 +64,35 @@ def test_gradient_flows_through_the_conditional_half_only(model):
     assert gradient.item() == 3 * 2
 
 
+def test_both_halves_of_guidance_share_a_forward_where_they_fit(model):
+    forward, shapes = CountedForward(model.denoise), []
+
+    def noted(purpose, latents, *rest):
+        shapes.append(len(latents))
+        return forward(purpose, latents, *rest)
+
+    def clean(purpose, texts, rows=None):
+        drawn = sampler(model, noted, guidance_scale=2.5, eval_steps=3)
+        drawn = dataclasses.replace(drawn, joint_rows={} if rows is None else {"validation": rows})
+        return drawn.generate(purpose, prompts(*texts), [3, 4, 5][: len(texts)], drawn.evaluation_plan()).clean
+
+    two, three = ["a red circle", "a cat"], ["a red circle", "a cat", "a dog"]
+    want = clean("validation", two)
+    torch.testing.assert_close(clean("validation", two, rows=4), want, rtol=0, atol=1e-5)
+    assert shapes == [2] * 6 + [4] * 3
+    assert forward.counts == {"validation": 9}
+    clean("validation", three, rows=4)
+    clean("rollout", two, rows=4)
+    assert shapes[9:] == [3] * 6 + [2] * 6
+
+
+def test_halves_of_other_shapes_cannot_share_a_forward(model):
+    one, longer = torch.ones(2, 3, 4), torch.ones(2, 5, 4)
+    assert Conditions({"text": one}, {"text": 2 * one}).both()["text"].tolist() == [*one.tolist(), *(2 * one).tolist()]
+    with pytest.raises(RecipeError, match=r"joint needs both texts in one shape, and text has \[2, 3, 4\] and"):
+        Conditions({"text": one}, {"text": longer}).both()
+
+
 def test_an_expert_whose_scale_is_1_runs_no_unconditional_pass(tiny_pipelines):
     model = registry.load(tiny_pipelines("wan22"), dtype=torch.float32, device="cpu")
     asked = []
@@ -114,6 +145,27 @@ def test_images_are_decoded_one_after_the_other(model):
         media, _ = sampler(model).media(latents)
     assert sizes == [1, 1, 1]
     assert media.shape == (3, 32, 32, 3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "at_once"),
+    [("float32", 512, 4), ("float32", 1024, 1), ("bfloat16", 512, 8), ("bfloat16", 1024, 2), ("bfloat16", 2048, 1)],
+)
+def test_on_a_device_pictures_share_a_batch_of_so_many_pixels(tiny_pipelines, dtype, size, at_once):
+    """A picture of 1024 x 1024 in float32, whatever memory is free: nothing is computed here."""
+    model = registry.load(tiny_pipelines("sana"), dtype=torch.float32, device="cpu", vae_dtype=getattr(torch, dtype))
+    drawn = sampler(model, height=size, width=size)
+    shape = drawn.latent_shape
+    assert (drawn.decode_batch(shape), model.encode_batch(torch.empty(9, 3, size, size, device="meta"))) == (1, 9)
+    model.device = torch.device("cuda")
+    assert drawn.decode_batch(shape) == at_once
+    assert model.encode_batch(torch.empty(9, 3, size, size, device="meta")) == at_once
+
+
+def test_pictures_in_a_batch_are_those_decoded_alone(model):
+    latents = torch.randn(3, *sampler(model).latent_shape, generator=torch.Generator().manual_seed(0))
+    together = model.to_uint8(model.decode(latents)).astype(int)
+    assert np.abs(together - sampler(model).media(latents)[0]).max() <= 1
 
 
 @pytest.mark.parametrize(("num_frames", "latent_frames"), [(5, 2), (1, 1)])

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from wfm_ds.errors import DataError, ModelError
 from wfm_ds.models import registry
@@ -82,6 +83,83 @@ def test_new_text_that_pushes_out_a_cached_one_of_its_own_batch_is_no_error(mode
         got, want = cache.encode(batch), model.encode_text(batch)
         for name in want:
             torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-5)
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies to another device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._to_copy.default and (kwargs or {}).get("device") is not None
+        return func(*args, **(kwargs or {}))
+
+
+def copies_of(cache, texts):
+    with Copies() as seen:
+        got = cache.encode(texts)
+    return seen.count, got
+
+
+@pytest.fixture
+def elsewhere(tiny_pipelines, tmp_path):
+    """A model on a device that is not the host, and a store that has the texts a to e."""
+    model = registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+    store = TensorStore(tmp_path)
+    want = TextCache(model, store=store).encode(["a", "b", "c", "d", "e"])
+    model.to("meta")
+    return model, store, want
+
+
+def test_rows_that_a_device_has_are_not_copied_again(elsewhere):
+    model, store, want = elsewhere
+    cache = TextCache(model, store=store)
+    first, got = copies_of(cache, ["a", "b", "a"])
+    assert first == 2 * len(want), "each text once"
+    for name, tensor in got.items():
+        assert (tensor.device.type, tensor.dtype, tensor.shape) == (
+            "meta",
+            want[name].dtype,
+            (3, *want[name].shape[1:]),
+        )
+    assert copies_of(cache, ["b", "b", "a", "a"])[0] == 0
+    assert copies_of(cache, ["c", "a"])[0] == len(want)
+
+
+def test_device_keeps_what_its_bytes_allow_and_drops_the_least_recently_used(elsewhere):
+    model, store, want = elsewhere
+    cache = TextCache(model, store=store, max_device_bytes=2 * num_bytes({n: t[:1] for n, t in want.items()}))
+    copied = [copies_of(cache, [text])[0] // len(want) for text in "abacabb"]
+    assert copied == [1, 1, 0, 1, 0, 1, 0]  # c drops b, b drops c
+    count, got = copies_of(cache, list("abcde"))
+    assert count == 3 * len(want)
+    assert all(len(tensor) == 5 for tensor in got.values()), "more than fit still make a batch"
+
+
+def test_prepared_texts_are_not_encoded_again_nor_those_that_are_stored(model, counted, tmp_path):
+    TextCache(model, store=TensorStore(tmp_path)).encode(["stored"])
+    counted.clear()
+    cache = TextCache(model, store=TensorStore(tmp_path))
+    cache.prepare(["stored", "new", "new"])
+    assert counted == ["new"]
+    want = TextCache(model).encode(["new", "stored"])
+    counted.clear()
+    cache.prepare(["new"])
+    assert_equal_rows(cache.encode(["new", "stored"]), want)
+    assert counted == []
+
+
+def test_no_more_is_prepared_than_half_of_the_memory_for_texts_holds(model, counted):
+    one = num_bytes(model.encode_text(["x"]))
+    cache = TextCache(model, max_bytes=4 * one)
+    cache.encode(["a", "b"])
+    counted.clear()
+    cache.prepare(["c", "d", "e"])
+    assert counted == ["c", "d"]
+    cache.encode(["a", "b"])
+    assert counted == ["c", "d"], "what was there still is"
 
 
 class GivenEmbedding:

@@ -109,4 +109,4 @@ def assert_all_steps_taken(out, num_updates):
     updates = [line for line in lines if "optim/lr" in line]
     assert [line["step"] for line in updates] == list(range(1, num_updates + 1))
     assert all(line["optim/grad_norm"] > 0 == line["optim/skipped_steps"] for line in updates)
-    assert all(line.keys() & {"loss/total", "sft/loss"} for line in updates)
+    assert all(line.keys() & {"loss/total", "sft/loss", "dpo/loss"} for line in updates)

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parent.parent.parent
+COLORS = ROOT / "recipes" / "tiny" / "prompts" / "colors"
 STEPS = 4
 COMMON = ["optimizer.lr=3e-2", f"run.steps={STEPS}", "logging.console=false", "engine.guard=true"]
 # Decays and warm-up that depend on the step, so that a counter that began anew would show.
@@ -19,12 +20,21 @@ CASES = {
     "nft lora zero2": ("sd3_nft", [*NFT, *LORA]),
     "nft full zero3": ("sd3_nft", [*NFT, *FULL]),
     "flow_grpo lora zero2": ("sd3_mix_grpo", ["algorithm.kl_beta=0.1", "optimizer.warmup_steps=3", *LORA]),
+    "flow_grpo lora fp8 zero3": (
+        "sd3_mix_grpo",
+        ["algorithm.kl_beta=0.1", *LORA, "engine.deepspeed=zero3", "model.base_precision=fp8"],
+    ),
     "flow_grpo full zero3": ("sd3_dance_grpo", ["algorithm.guard=true", *FULL]),
+    "flow_dppo full zero2": ("sd3_flow_dppo", ["lora=null", "engine.deepspeed=zero2"]),
+    "awm lora zero3": ("sd3_awm", ["lora={rank: 4, alpha: 8}", "engine.deepspeed=zero3"]),
+    "ram lora zero2": ("sd3_ram", LORA),
     "ddrl lora zero2": ("sd3_ddrl", [*DDRL, *LORA]),
     "sft lora zero2": ("sd3_sft", [*SFT, *LORA]),
+    "dpo lora zero2": ("sd3_dpo", [*SFT, *LORA, "algorithm.beta=50"]),
+    "dpo full zero3": ("sd3_dpo", [*SFT, *FULL, "algorithm.beta=50"]),
     "sft full zero3": ("sd3_sft", [*SFT, *FULL, "model.dtype=bfloat16"]),
 }
-SLOW = {"ddrl lora zero2", "flow_grpo full zero3", "flow_grpo lora zero2", "nft full zero3"}
+SLOW = tuple(sorted(CASES.keys() - {"nft lora zero2", "sft lora zero2", "sft full zero3"}))
 
 
 def train_on_rank(recipe, overrides, stop_at=None, save_at=None):
@@ -57,16 +67,18 @@ def train_on_rank(recipe, overrides, stop_at=None, save_at=None):
     return {"status": outcome.status, "step": outcome.step, "metrics": dict(outcome.metrics)}
 
 
+def tiny_recipe(name, folder, pipeline, *overrides, data=COLORS):
+    """Arguments of `train_on_rank` for a tiny recipe, by default about colours, into this folder."""
+    places = [f"run.output_dir={folder}", f"model.path={pipeline}", f"data.path={data}"]
+    return {"recipe": str(ROOT / "recipes" / "tiny" / f"{name}.yaml"), "overrides": [*places, *overrides]}
+
+
 def settings(case, folder, *, model, digits, changes=()):
     """Arguments of `train_on_rank` for a case, into this folder."""
     name, of_case = CASES[case]
-    on_images = name in ("sd3_sft", "sd3_ddrl")
-    data = Path(digits) / "images" if on_images else ROOT / "recipes" / "tiny" / "prompts" / "colors"
-    overrides = [f"run.output_dir={folder}", f"model.path={model}", f"data.path={data}"]
-    return {
-        "recipe": str(ROOT / "recipes" / "tiny" / f"{name}.yaml"),
-        "overrides": [*overrides, *COMMON, *of_case, *changes],
-    }
+    on_digits = {"sd3_sft": "images", "sd3_ddrl": "images", "sd3_dpo": "pairs.jsonl"}
+    data = Path(digits) / on_digits[name] if name in on_digits else COLORS
+    return tiny_recipe(name, folder, model, *COMMON, *of_case, *changes, data=data)
 
 
 def records(folder):

@@ -10,7 +10,7 @@ RELATIVE = 1e-4
 # and move a reward by 1 / (255 * H * W), and an advantage by that over the group's deviation.
 PICTURES_RELATIVE, PICTURES_ABSOLUTE = 5e-3, 5e-4
 # AdamW divides by the gradient's size: an advantage moved so moves weights by a share of the learning rate, 3e-2 there.
-PICTURES_WEIGHTS = 1e-3
+PICTURES_WEIGHTS = 2e-3
 
 
 def records(folder):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from multi_rank.resuming import train_on_rank
+from multi_rank.resuming import tiny_recipe, train_on_rank
 from multi_rank.same_runs import assert_same_runs, records
 from wfm_ds.pipes.keys import new
 
@@ -29,17 +29,8 @@ def train(one_rank, two_ranks, tiny_pipelines, tmp_path):
 
     def run(where, name, *overrides, ranks=1):
         group = one_rank if ranks == 1 else two_ranks
-        return group.run(
-            train_on_rank,
-            recipe=str(ROOT / "recipes" / "tiny" / f"{name}.yaml"),
-            overrides=[
-                f"run.output_dir={tmp_path / where}",
-                f"model.path={tiny_pipelines('sd3')}",
-                f"data.path={ROOT / 'recipes' / 'tiny' / 'prompts' / 'colors'}",
-                *COMMON,
-                *overrides,
-            ],
-        )
+        recipe = tiny_recipe(name, tmp_path / where, tiny_pipelines("sd3"), *COMMON, *overrides)
+        return group.run(train_on_rank, **recipe)
 
     return run
 

@@ -21,6 +21,15 @@ CASES = {
         "algorithm.updates_per_rollout=2",
         "engine.micro_batch_size=5",
         "validation.every=2",
+        "validation.rollout_correlation=true",
+    ],
+    "nft: merged adapters, joint guidance where it fits": [
+        "sd3_nft.yaml",
+        "rollout.merge_lora=true",
+        "sampling.guidance_scale=2",
+        "sampling.guidance_batch=joint",
+        "engine.max_forward_batch=6",  # 6 and 2 samples of a rollout, of which the 2 share
+        "validation.every=2",
     ],
     "nft: lora, no kl": ["sd3_nft.yaml", "algorithm.kl_beta=0"],
     "nft: all weights, no kl, copied old policy, two updates": [
@@ -41,6 +50,14 @@ CASES = {
         "algorithm.old_decay=copy",
         "sampling.guidance_scale=3",
     ],
+    "awm: kl, the average, guidance, two updates": ["sd3_awm.yaml", "sampling.guidance_scale=2"],
+    "awm: all weights, nothing to be held to": [
+        "sd3_awm.yaml",
+        "lora=null",
+        "algorithm.kl_beta=0",
+        "algorithm.ema_kl_beta=0",
+    ],
+    "ram: two noise levels": ["sd3_ram.yaml", "engine.micro_batch_size=5"],
     "grpo: kl, guidance, two updates": ["sd3_flow_grpo.yaml", "engine.micro_batch_size=5"],
     "grpo: recomputed probabilities, no guidance, no kl": [
         "sd3_flow_grpo.yaml",

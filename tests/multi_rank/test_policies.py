@@ -135,6 +135,94 @@ def test_swap_leaves_no_trace_and_nothing_trains_inside(two_ranks, stage, dtype,
         assert all("inside policy(" in text for text in part["refusals"])
 
 
+def merge_and_return(config, dtype):
+    """Differences of merged predictions from those of the policies themselves; and what a merge must leave alone."""
+    kind = getattr(torch, dtype)
+    engine = build(config, lora=True, accumulation=1, model={"dtype": dtype})
+    follow(engine, plain_step(engine, 0, kind))
+    policies = ("train", *sorted(engine.policies))
+    for policy in policies:
+        with engine.policy(policy):
+            pass  # its adapter is written when it is asked for
+    before, trainable, found = [p.clone() for p in engine.module.parameters()], trainable_names(engine), {}
+    for policy in policies:
+        with engine.policy(policy), torch.no_grad():
+            want = predict(engine.forward_module, range(3), kind)
+        with engine.policy(policy, merge=True):
+            got = predict(engine.forward_module, range(3), kind)
+            refused = refusals_of([engine.step], RuntimeError)
+        found[policy] = float((got - want).norm() / want.norm()), bool(refused) and not got.requires_grad
+    same = all(map(torch.equal, engine.module.parameters(), before)) and trainable_names(engine) == trainable
+    return found, same, plain_step(engine, 1, kind).applied
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [("zero1", "float32"), ("zero2", "float32"), ("zero2", "bfloat16")])
+def test_merged_policies_predict_alike_and_leave_no_trace(two_ranks, stage, dtype):
+    for found, same, applied in two_ranks.run(merge_and_return, config=stage, dtype=dtype):
+        assert found.keys() == {"train", "old", "ref", "ema"}
+        assert all(difference < (1e-5 if dtype == "float32" else 2e-2) for difference, _ in found.values())
+        assert found["ref"][0] == 0, "it has no adapter to merge"
+        assert all(guarded for _, guarded in found.values())
+        assert same
+        assert applied
+
+
+def writes_of_an_average(config):
+    """Whether the adapter of the average changed, by the optimizer steps without a look at it and in a look."""
+    engine = build(config, lora=True, policies={"ema"}, accumulation=1)
+    adapter = [parameter for name, parameter in engine.module.named_parameters() if ".ema." in name]
+    start = [parameter.detach().clone() for parameter in adapter]
+    for step in range(2):
+        plain_step(engine, step, torch.float32)
+        engine.update_ema()
+    written = [not all(map(torch.equal, adapter, start))]
+    with engine.policy("ema"):
+        written.append(not all(map(torch.equal, adapter, start)))
+    average = full_tensors(engine, "ema")
+    named = {name.replace(".ema.", "."): p for name, p in engine.module.named_parameters() if ".ema." in name}
+    return {"written": written, "right": all(torch.equal(average[name], named[name]) for name in average)}
+
+
+def test_average_is_written_when_a_forward_asks_for_it(two_ranks):
+    for part in two_ranks.run(writes_of_an_average, config="zero2"):
+        assert part == {"written": [False, True], "right": True}
+
+
+OF_REWARDS = {
+    "data": {"kind": "prompts"},
+    "algorithm": {"name": "diffusion_nft"},
+    "reward": {"functions": [{"name": "color"}]},
+    "rollout": {"cuda_graph": True},
+}
+
+
+def replay_and_train(config, lora):
+    """Recordings after forwards outside of and inside `replayed`, before and after an optimizer step; whether those
+    inside predict what the others do; and whether they see the step."""
+    engine = build(config, lora=lora, policies={"old"}, accumulation=1, **OF_REWARDS)
+    recordings, equal, outputs = [], [], []
+    for step in range(2):
+        for policy in ("train", "old"):
+            with engine.policy(policy), torch.no_grad():
+                want = predict(engine.forward_module, range(3))
+                recordings.append(engine._replays.num_recordings)
+                with engine.replayed():
+                    outputs.append(predict(engine.forward_module, range(3)))
+                recordings.append(engine._replays.num_recordings)
+            equal.append(torch.equal(outputs[-1], want))
+        plain_step(engine, step)
+        engine.update_policy("old", 0.5)
+    return recordings, equal, [not torch.equal(outputs[i], outputs[i + 2]) for i in range(2)]
+
+
+@pytest.mark.parametrize(("stage", "lora"), [("zero1", True), ("zero2", True), ("zero2", False)])
+def test_replays_see_the_weights_that_the_engine_changes_in_place(two_ranks, stage, lora):
+    for recordings, equal, moved in two_ranks.run(replay_and_train, config=stage, lora=lora):
+        assert recordings == [0, 1, 1, 2, 2, 2, 2, 2], "one for each policy, of which no step moves the weights"
+        assert all(equal)
+        assert all(moved)
+
+
 def swap_after_step(config, refresh):
     """The output of ref directly after a step, and that of the module before any."""
     engine = build(config, lora=False, accumulation=1)

@@ -34,6 +34,9 @@ TWINS = {
     "sd3_flow_grpo_fast": "sd3_flow_grpo_fast",
     "sd3_mix_grpo": "sd3_mix_grpo",
     "sd3_dance_grpo": "sd3_dance_grpo",
+    "sd3_flow_dppo": "sd3_flow_dppo",
+    "sd3_awm": "sd3_awm",
+    "sd3_ram": "sd3_ram",
     "sana_image_sft": "sana_image_sft",
     "sana_image_sft_lora": "sana_image_sft_lora",
     "sana_image_nft": "sana_image_nft",
@@ -52,11 +55,16 @@ TWINS = {
     "wan_long_video_sft_lora": "wan_long_video_sft_lora",
     "wan_nft": "wan_nft",
     "wan22_sft_lora": "wan22_sft_lora",
+    "sd3_dpo": "sd3_dpo",
 }
-# algorithm: the tiny recipe whose settings it has on every family
-BASE = {"sft": "wan_sft_lora", "nft": "sd3_nft", "flow_grpo": "sd3_flow_grpo", "ddrl": "sd3_ddrl"}
+# algorithm: the tiny recipe whose settings it has on every family. AWM and RAM are nft with a loss of their own.
+BASE = {"sft": "wan_sft_lora", "dpo": "sd3_dpo", "nft": "sd3_nft", "flow_grpo": "sd3_flow_grpo", "ddrl": "sd3_ddrl"}
 PAIRED = {"sft", "ddrl"}
-KINDS = [("sft", "full"), ("sft", "lora"), ("nft", "full"), ("nft", "lora"), ("flow_grpo", "lora"), ("ddrl", "lora")]
+KINDS = [
+    *(("sft", kind) for kind in ("full", "lora")),
+    *(("nft", kind) for kind in ("full", "lora")),
+    *((algorithm, "lora") for algorithm in ("flow_grpo", "ddrl", "dpo")),
+]
 FAST = {
     *(("sft", "full", family) for family in ("cosmos25", "sana", "sana_video")),
     *(("nft", "lora", family) for family in ("cosmos25", "sana", "sana_video")),
@@ -67,6 +75,7 @@ EVAL_STEPS = 3  # noise levels of both experts of Wan 2.2
 SMALL_GROUPS = ["rollout.group_size=2", "reward.functions=[{name: jpeg_compressibility}]"]
 CHANGES = {
     "sft": ["sampling.guidance_scale=1", f"sampling.eval_steps={EVAL_STEPS}", "logging.num_samples=1"],
+    "dpo": [],
     "nft": SMALL_GROUPS,
     "flow_grpo": SMALL_GROUPS,
     "ddrl": [*SMALL_GROUPS, "algorithm.train_on=[0, 1, 2, 3]"],  # noise levels of both experts of Wan 2.2
@@ -75,20 +84,21 @@ CHANGES = {
 
 def train_and_keep_pictures(recipe, overrides, kept):
     """... and write the last picture or frames that were drawn to the file `kept`, before they are compressed."""
-    from wfm_ds.models.sampler import Sampler
+    from wfm_ds.models.decoding import Decoding
 
-    media = Sampler.media
+    wait = Decoding.wait
 
-    def keep(self, latents):
-        pictures, finite = media(self, latents)
-        np.save(kept, pictures[-1])
+    def keep(self):
+        pictures, finite = wait(self)
+        if len(pictures):  # a rank of a replica decodes its share, which may be none
+            np.save(kept, pictures[-1])
         return pictures, finite
 
-    Sampler.media = keep
+    Decoding.wait = keep
     try:
         return train_on_rank(recipe, overrides)
     finally:
-        Sampler.media = media
+        Decoding.wait = wait
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +114,20 @@ def media(tmp_path_factory):
         (folder / "clips" / f"{i}.json").write_text(json.dumps({"prompt": f"fade number {i}"}))
     return {
         "outputs/digits/images": folder / "digits" / "images",
+        "outputs/digits/pairs.jsonl": folder / "digits" / "pairs.jsonl",
+        "outputs/clips.jsonl": clip_pairs(folder),
         "outputs/clips": folder / "clips",
         "recipes/tiny/prompts/colors": RECIPES / "tiny" / "prompts" / "colors",
     }
+
+
+def clip_pairs(folder):
+    """A table of pairs of the clips."""
+    names = [f"clips/{i}.mp4" for i in range(3)]
+    pairs = [(a, b) for a in names for b in names if a != b]
+    lines = [json.dumps({"prompt": f"fade {a}", "chosen": a, "rejected": b}) for a, b in pairs]
+    (folder / "clips.jsonl").write_text("\n".join(lines))
+    return folder / "clips.jsonl"
 
 
 @pytest.fixture
@@ -161,8 +182,11 @@ def test_each_algorithm_trains_each_family_and_sft_exports_draw_its_pictures(alg
         *CHANGES[algorithm],
     ]
     data = None
-    if algorithm in PAIRED:
+    if algorithm == "dpo":
+        data = "outputs/digits/pairs.jsonl" if num_frames == 1 else "outputs/clips.jsonl"
+    elif algorithm in PAIRED:
         data = "outputs/digits/images" if num_frames == 1 else "outputs/clips"
+    if data is not None:
         overrides += [
             "data.max_upscale=8",
             f"algorithm.max_num_conditional_frames={int(case.given is not None)}",

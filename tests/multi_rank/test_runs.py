@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from forward_counts import counted, predicted
-from multi_rank.resuming import train_on_rank
+from multi_rank.resuming import tiny_recipe, train_on_rank
 from multi_rank.same_runs import assert_same_runs, records
 
 ROOT = Path(__file__).parent.parent.parent
@@ -19,6 +19,7 @@ OLD = "algorithm.old_decay={initial: 0.6, slope: 0, max: 0.6}"  # so that old di
 NFT = {
     "lora zero2": ["engine.deepspeed=zero2", "lora={rank: 4, alpha: 8}"],
     "lora zero3": ["engine.deepspeed=zero3", "lora={rank: 4, alpha: 8}"],
+    "lora fp8 zero3": ["engine.deepspeed=zero3", "lora={rank: 4, alpha: 8}", "model.base_precision=fp8"],
     "full zero2": ["engine.deepspeed=zero2", "lora=null"],
     "full zero3": ["engine.deepspeed=zero3", "lora=null"],
 }
@@ -30,6 +31,20 @@ GRPO = {
         ["algorithm.guard=true", "algorithm.guard_reweight=false", "lora=null", "engine.deepspeed=zero3"],
     ),
     "same noise, best and worst, shares": ("sd3_dance_grpo", ["engine.deepspeed=zero2"]),
+    "divergence": ("sd3_flow_dppo", ["algorithm.divergence=1e-6"]),
+    "divergence, guard, full zero3": (
+        "sd3_flow_dppo",
+        ["algorithm.divergence=1e-6", "algorithm.guard=true", "lora=null", "engine.deepspeed=zero3"],
+    ),
+}
+NOISED = {
+    "awm, lora zero2": ("sd3_awm", NFT["lora zero2"]),
+    "awm, clipped, full zero3": ("sd3_awm", [*NFT["full zero3"], "algorithm.clip_ratio=1e-3"]),
+    "ram, lora zero3": ("sd3_ram", NFT["lora zero3"]),
+    "ram, exponential tilt, full zero2": (
+        "sd3_ram",
+        [*NFT["full zero2"], "algorithm.tilt=exp", "algorithm.multiplier=0.5", "algorithm.updates_per_rollout=2"],
+    ),
 }
 
 
@@ -40,17 +55,8 @@ def both(one_rank, two_ranks, tiny_pipelines, tmp_path):
 
     def run(name, *overrides, all_train=True):
         for ranks, where in ((one_rank, "one"), (two_ranks, "two")):
-            ranks.run(
-                train_on_rank,
-                recipe=str(ROOT / "recipes" / "tiny" / f"{name}.yaml"),
-                overrides=[
-                    f"run.output_dir={tmp_path / where}",
-                    f"model.path={tiny_pipelines('sd3')}",
-                    f"data.path={ROOT / 'recipes' / 'tiny' / 'prompts' / 'colors'}",
-                    *COMMON,
-                    *overrides,
-                ],
-            )
+            recipe = tiny_recipe(name, tmp_path / where, tiny_pipelines("sd3"), *COMMON, *overrides)
+            ranks.run(train_on_rank, **recipe)
         for world_size, where in enumerate(("one", "two"), 1):
             assert not all_train or counted(tmp_path / where) == predicted(tmp_path / where, world_size)
 
@@ -71,14 +77,31 @@ def test_nft_on_two_ranks_is_nft_on_one(case, both, tmp_path):
 @pytest.mark.parametrize("case", [c if i < 1 else pytest.param(c, marks=pytest.mark.slow) for i, c in enumerate(GRPO)])
 def test_flow_grpo_on_two_ranks_is_flow_grpo_on_one(case, both, tmp_path):
     name, overrides = GRPO[case]
-    common = ["engine.guard=true", "optimizer.lr=3e-3", "algorithm.clip_ratio=0.03"]
-    both(name, *common, *overrides, all_train=name != "sd3_dance_grpo")
+    bound = [] if name == "sd3_flow_dppo" else ["algorithm.clip_ratio=0.03"]
+    both(name, "engine.guard=true", "optimizer.lr=3e-3", *bound, *overrides, all_train=name != "sd3_dance_grpo")
     updates = [r for r in records(tmp_path / "one") if "loss/total" in r]
     assert [r["step"] for r in updates] == [1, 2, 3, 4, 5, 6]
     first, later = updates[::2], updates[1::2]
     assert {r["policy/ratio_max_abs_dev"] for r in first} == {0.0}
     assert max(r["policy/ratio_start_abs_dev"] for r in first) < 1e-6
     assert min(r["policy/ratio_max_abs_dev"] for r in later) > 1e-5
+    if name == "sd3_flow_dppo":
+        assert max(r["policy/divergence_start"] for r in first) < 1e-12
+        assert max(r["policy/clip_fraction_active"] for r in later) > 0
+    assert_same_runs(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", NOISED)
+def test_other_losses_on_noised_rollouts_are_the_same_on_two_ranks(case, both, tmp_path):
+    name, overrides = NOISED[case]
+    both(name, "engine.guard=true", "optimizer.lr=3e-3", *overrides)
+    steps = [r for r in records(tmp_path / "one") if "loss/total" in r]
+    assert steps[-1]["kl/ref"] > 1e-6
+    if name == "sd3_awm":
+        assert steps[-1]["kl/ema"] > 1e-8
+        assert {r["policy/ratio_max_abs_dev"] for r in steps[::2]} == {0.0}
+        assert min(r["policy/ratio_max_abs_dev"] for r in steps[1::2]) > 1e-5
     assert_same_runs(tmp_path / "one", tmp_path / "two")
 
 

@@ -81,10 +81,12 @@ def both(one_rank, two_ranks, tiny_pipelines, tmp_path):
 
 
 def assert_done_once(counts, *keys):
+    """The leader does all but decoding, which the ranks of a replica share."""
     alone, leader, follower = counts
     for key in keys:
-        assert alone[key] == leader[key] > 0
-    assert set(follower.values()) == {0}
+        assert alone[key] == leader[key] + follower[key] > 0
+    assert leader["decoded"] > 0
+    assert {key for key, count in follower.items() if count} <= {"decoded"}
 
 
 @pytest.mark.parametrize(

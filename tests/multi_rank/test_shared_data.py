@@ -18,13 +18,13 @@ def read_paired(folder, own_kind):
     """The samples of a paired folder on this rank, and how many captions it read."""
     from pathlib import Path
 
-    from wfm_ds.data import paired
+    from wfm_ds.data import caption_cache, paired
     from wfm_ds.data.shared import read_on_main
     from wfm_ds.distributed.world import World
     from wfm_ds.errors import UserError
 
-    read, names = paired.read_regular, []
-    paired.read_regular = lambda path: [names.append(path), read(path)][1]
+    read, names = caption_cache.read_regular, []
+    caption_cache.read_regular = lambda path: [names.append(path), read(path)][1]
 
     def scan():
         found = paired.PairedFolder(Path(folder), max_bad_fraction=0.5)
@@ -46,7 +46,7 @@ def read_paired(folder, own_kind):
     except UserError as error:
         return {"error": str(error), "reads": len(names)}
     finally:
-        paired.read_regular = read
+        caption_cache.read_regular = read
     return {
         "samples": [[s.id, s.media.name, s.prompt.text] for s in data.samples],
         "same": all(prompt is s.prompt for prompt, s in zip(data.prompts, data.samples, strict=True)),

@@ -58,7 +58,7 @@ def small_recipe(config, *, lora, targets=None, **sections):
         "ema": {"decay": 0.3},
     }
     for name, keys in sections.items():
-        filled[name] |= keys
+        filled[name] = filled.get(name, {}) | keys
     return Recipe(**filled)
 
 

@@ -21,11 +21,12 @@ import zmq
 
 from bad_frames import bombard
 from wfm_ds.pipes import wire
-from wfm_ds.pipes.client import PipeClient, TaskRequest
+from wfm_ds.pipes.client import PipeClient
 from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.messages import CLIENT_TO_HUB, HUB_TO_CLIENT, HUB_TO_WORKER, WORKER_TO_HUB
 from wfm_ds.pipes.sockets import Dealer, Full, PipeError, Router, check_endpoint
+from wfm_ds.pipes.unfinished import TaskRequest
 from wfm_ds.pipes.worker import LeaseWorker, TaskFailed
 
 KIND = "double"

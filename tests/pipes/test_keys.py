@@ -16,11 +16,12 @@ import pytest
 import zmq
 
 from wfm_ds.pipes import keys
-from wfm_ds.pipes.client import PipeClient, TaskRequest
+from wfm_ds.pipes.client import PipeClient
 from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.keys import KeyFileError, client_keys, hub_keys, new
 from wfm_ds.pipes.sockets import PipeError, check_endpoint
+from wfm_ds.pipes.unfinished import TaskRequest
 from wfm_ds.pipes.worker import LeaseWorker
 
 DEADLINE_S = 20.0

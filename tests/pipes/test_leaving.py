@@ -7,10 +7,11 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from wfm_ds.pipes.client import PipeClient, TaskRequest
+from wfm_ds.pipes.client import PipeClient
 from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.ledger import MAX_ATTEMPTS
+from wfm_ds.pipes.unfinished import TaskRequest
 from wfm_ds.pipes.worker import LeaseWorker
 
 KIND = "work"

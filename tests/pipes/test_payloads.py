@@ -6,12 +6,13 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from wfm_ds.pipes.client import PipeClient, TaskRequest
+from wfm_ds.pipes.client import PipeClient
 from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.hub_clients import Clients
 from wfm_ds.pipes.sockets import PipeError
 from wfm_ds.pipes.spool import NotHeld, Spool
+from wfm_ds.pipes.unfinished import TaskRequest
 from wfm_ds.pipes.wire import FRAME_BYTES, pack_tensors
 from wfm_ds.pipes.worker import Answer, LeaseWorker
 

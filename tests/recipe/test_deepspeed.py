@@ -74,6 +74,25 @@ def test_bfloat16_reduces_and_accumulates_in_float32():
         assert ("data_types" in config) == (name != "zero1")
 
 
+@pytest.mark.parametrize(
+    ("name", "lora", "overlaps"),
+    [
+        *[("zero1", True, False), ("zero2", True, False), ("zero1", False, True), ("zero2", False, True)],
+        *[("zero3", True, True), ("zero3", False, True), ("zero3_offload", True, True), ("zero3_hpz", False, True)],
+    ],
+)
+def test_adapters_do_not_wait_for_the_device_after_each_backward(name, lora, overlaps):
+    assert merged(recipe(name, lora=lora))["zero_optimization"]["overlap_comm"] is overlaps
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_overlap_is_what_a_file_says_it_is(config_file, stage, lora, overlaps):
+    path = config_file({"stage": stage, "overlap_comm": overlaps})
+    assert merged(recipe(path, lora=lora))["zero_optimization"]["overlap_comm"] is overlaps
+
+
 def test_hpz_is_as_wide_as_a_node():
     assert merged(recipe("zero3_hpz"))["zero_optimization"]["zero_hpz_partition_size"] == 2
 
@@ -142,6 +161,22 @@ def test_leaf_modules_are_refused_with_lora_only(config_file):
     with pytest.raises(RecipeError, match="leaf_module fails in the backward pass of LoRA"):
         merged(recipe(path, lora=True, checkpointing=True))
     assert "leaf_module" in merged(recipe(path, checkpointing=True))["zero_optimization"]
+
+
+@pytest.mark.parametrize("key", ["merge_lora", "cuda_graph"])
+def test_what_needs_whole_weights_is_refused_with_shards_but_workers_have_none(key):
+    sections = recipe("zero3", lora=True).model_dump() | {
+        "data": {"kind": "prompts", "path": "unused"},
+        "algorithm": {"name": "diffusion_nft"},
+        "reward": {"functions": [{"name": "color"}]},
+    }
+
+    def sharded(**rollout):
+        return merged(Recipe.model_validate({**sections, "rollout": {key: True, **rollout}}))
+
+    with pytest.raises(RecipeError, match=f"stage 3 cuts the weights into shards, and rollout.{key} "):
+        sharded()
+    assert sharded(mode="async")["zero_optimization"]["stage"] == 3
 
 
 def test_hpz_is_fine_with_copies():

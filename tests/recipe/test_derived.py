@@ -32,6 +32,15 @@ def test_numbers_of_an_rl_step():
     assert derived.total_updates == 6
 
 
+def test_candidates_are_counted_beside_the_samples_that_are_trained_on():
+    recipe = nft()
+    sampling = recipe.sampling.model_dump(exclude_unset=True) | {"explore": {"group_size": 7, "steps": 3}}
+    derived = derive(Recipe.model_validate(recipe.model_dump(exclude_unset=True) | {"sampling": sampling}), 8)
+    assert (derived.samples_per_rank, derived.candidates_per_step, derived.candidates_per_rank) == (2, 28, 4)
+    assert derived.lines()[2] == "candidates per step        28 (4 a rank)"
+    assert not any("candidates" in line for line in derive(recipe, 8).lines())
+
+
 @given(st.integers(1, 6), st.integers(2, 6), st.integers(1, 3), st.integers(1, 8))
 def test_shares_are_equal_or_refused_with_the_numbers(groups, size, updates, world):
     recipe = nft(groups, size, updates)

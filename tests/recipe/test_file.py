@@ -132,14 +132,21 @@ def test_all_errors_are_reported_sorted_by_line(errors):
             "name: diffusion_nft",
             "name: grpo",
             7,
-            "algorithm.name: expected one of sft, diffusion_nft, flow_grpo, ddrl, package.module:Class, got 'grpo'",
+            "algorithm.name: expected one of sft, dpo, diffusion_nft, awm, ram, dgpo, flow_grpo, ddrl, "
+            "package.module:Class, got 'grpo'",
         ),
-        ("name: diffusion_nft", "beta: 1", 6, "the key algorithm.name is missing; expected one of sft, diffusion_nft"),
+        (
+            "name: diffusion_nft",
+            "beta: 1",
+            6,
+            "the key algorithm.name is missing; expected one of sft, dpo, diffusion_nft",
+        ),
         (
             "algorithm:\n  name: diffusion_nft",
             "algorithm: nft",
             6,
-            "algorithm: expected a mapping with name: sft or diffusion_nft or flow_grpo or ddrl, got 'nft'",
+            "algorithm: expected a mapping with name: sft or dpo or diffusion_nft or awm or ram or dgpo or "
+            "flow_grpo or ddrl, got 'nft'",
         ),
         ("weight: 2", "weight: x", 12, "reward.functions.1.weight: expected a number, got 'x'"),
         ("weight: 2", "clip: [2, 1]", 12, "reward.functions.1.clip: the lower bound 2.0 must be below the upper"),
@@ -374,10 +381,27 @@ SFT = ["algorithm={name: sft}", "data.kind=paired", "rollout=null", "reward=null
         (["validation.holdout=0.5"], "validation.holdout"),
         ([*SFT, "sampling.solver=flow_sde"], "sampling.solver"),
         ([*SFT, "data.split=test"], "data.split"),
+        ([*SFT, "data.choose=spread"], "data.choose"),
     ],
 )
 def test_keys_that_the_run_would_not_read_are_refused(load, errors, overrides, named):
     assert any(f"does not read {named}: remove it" in line for line in errors(GOOD, *overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["data.choose_floor=0.2"], "choose_floor: only read with choose: spread; remove it"),
+        (["data.choose_memory=0.2"], "choose_memory: only read with choose: spread; remove it"),
+        (["data.choose=spread", "data.shuffle=false"], "shuffle: only read with choose: even"),
+        (["data.choose=spread", "data.choose_floor=0"], "expected a number > 0 and <= 1, got 0"),
+        (["data.choose=spread", "data.choose_memory=1"], "expected a number >= 0 and < 1, got 1"),
+        (["data.choose=adaptive"], "expected one of even, spread, got 'adaptive'"),
+    ],
+)
+def test_how_prompts_are_chosen_is_checked(load, errors, overrides, said):
+    assert any(said in line for line in errors(GOOD, *overrides))
+    assert load(GOOD, "data.choose=spread", "data.choose_floor=1", "data.choose_memory=0").data.choose == "spread"
 
 
 GRPO = ["algorithm={name: flow_grpo}", "sampling.solver=flow_sde"]

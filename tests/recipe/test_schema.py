@@ -1,5 +1,7 @@
 """What a recipe says of itself: its views and what its algorithm states."""
 
+import re
+
 import pytest
 
 from wfm_ds.recipe.schema import Recipe
@@ -27,13 +29,108 @@ def test_the_view_of_reinforcement_learning_holds_its_three_sections():
     assert recipe.rl.reward is recipe.reward
     with pytest.raises(AttributeError):
         recipe.rl.rollout = None
-    with pytest.raises(TypeError, match="diffusion_nft is not sft"):
-        recipe.sft  # noqa: B018
+    with pytest.raises(TypeError, match="diffusion_nft is not supervised"):
+        recipe.supervised  # noqa: B018
+
+
+MERGED = {**RL, "lora": {"rank": 4}, "rollout": {"group_size": 4, "merge_lora": True}}
+GRPO = {"algorithm": {"name": "flow_grpo"}, "sampling": {**BASE["sampling"], "solver": "flow_sde"}}
+
+
+def test_a_lora_is_merged_where_there_is_one_and_nobody_compares_log_probabilities():
+    assert Recipe.model_validate(MERGED).rl.rollout.merge_lora
+    with pytest.raises(ValueError, match="merge_lora: without a lora section there is nothing to merge; remove"):
+        Recipe.model_validate({**MERGED, "lora": None})
+    with pytest.raises(ValueError, match="merge_lora: algorithm flow_grpo compares the log-probabilities of its"):
+        Recipe.model_validate({**MERGED, **GRPO})
+
+
+def test_a_base_in_float8_is_one_that_does_not_train_and_is_not_merged_into():
+    of_fp8 = {**RL, "model": {**RL["model"], "base_precision": "fp8"}}
+    with pytest.raises(ValueError, match="fp8 is for a base that does not train: add a lora section"):
+        Recipe.model_validate(of_fp8)
+    assert Recipe.model_validate({**of_fp8, "lora": {"rank": 4}}).model.base_precision == "fp8"
+    with pytest.raises(ValueError, match="adapters cannot be merged into a base in fp8"):
+        Recipe.model_validate({**MERGED, "model": of_fp8["model"]})
+
+
+def test_forwards_that_exchange_are_not_recorded():
+    graphs = {**RL, "rollout": {"group_size": 4, "cuda_graph": True}}
+    shared = {"engine": {"sequence_parallel": 2}}
+    assert Recipe.model_validate(graphs).rl.rollout.cuda_graph
+    with pytest.raises(ValueError, match="cuda_graph: a graph cannot hold the exchanges between the ranks"):
+        Recipe.model_validate({**graphs, **shared})
+    alone = {"rollout": {"group_size": 4, "cuda_graph": True, "mode": "async"}}
+    assert Recipe.model_validate({**graphs, **shared, **alone}).is_async
+
+
+def test_joint_guidance_is_for_what_nobody_compares():
+    sampling = {**BASE["sampling"], "guidance_scale": 2.0, "guidance_batch": "joint"}
+    engine = {"max_forward_batch": 6}
+    nft = Recipe.model_validate({**RL, "sampling": sampling, "engine": engine})
+    assert nft.joint_rows == {"validation": 6, "rollout": 6}
+    grpo = Recipe.model_validate({**RL, **GRPO, "sampling": {**sampling, "solver": "flow_sde"}, "engine": engine})
+    assert grpo.joint_rows == {"validation": 6}
+    assert Recipe.model_validate({**SFT, "sampling": sampling, "engine": engine}).joint_rows == {"validation": 6}
+    assert Recipe.model_validate({**RL, "sampling": {**sampling, "guidance_batch": "separate"}}).joint_rows == {}
+    with pytest.raises(ValueError, match="guidance_batch: joint needs a guidance_scale above 1"):
+        Recipe.model_validate({**RL, "sampling": {**sampling, "guidance_scale": 1.0}})
+
+
+EXPLORE = {"group_size": 8, "steps": 4, "regenerate": True}
+
+
+def exploring(changes=None, sampling=None, **explore):
+    """A recipe with candidates; `changes` of its sections."""
+    sampling = {**BASE["sampling"], "explore": {**EXPLORE, **explore}, **(sampling or {})}
+    return Recipe.model_validate({**RL, "sampling": sampling, **(changes or {})})
+
+
+def test_candidates_are_for_rollouts_that_can_be_chosen_from():
+    assert exploring(regenerate=False).chooses_samples
+    assert exploring(
+        GRPO | {"sampling": {**BASE["sampling"], "solver": "flow_sde", "explore": EXPLORE}}
+    ).chooses_samples
+    assert not Recipe.model_validate(RL).chooses_samples
+
+
+@pytest.mark.parametrize(
+    ("changes", "sampling", "explore", "said"),
+    [
+        ({}, {}, {"steps": 11}, "explore.steps 11 is more than steps 10"),
+        ({}, {"same_noise": True, "solver": "cps"}, {}, "remove same_noise or explore"),
+        ({}, {}, {"group_size": 3}, "group_size 3 is less than rollout.group_size 4"),
+        ({"rollout": {"group_size": 3}}, {}, {}, "make rollout.group_size 3 even"),
+        ({"rollout": {"group_size": 4, "mode": "async"}}, {}, {}, "sampling.explore is for colocated rollouts"),
+        ({"algorithm": {"name": "ddrl"}}, {"solver": "edm_2ab"}, {}, "explore is not for algorithm ddrl"),
+        (GRPO, {"solver": "flow_sde"}, {"regenerate": False}, "flow_grpo trains on the denoise steps of its samples"),
+    ],
+)
+def test_candidates_that_cannot_be_are_refused(changes, sampling, explore, said):
+    changes = {section: value for section, value in changes.items() if section != "sampling"}
+    with pytest.raises(ValueError, match=re.escape(said)):
+        exploring(changes, sampling, **explore)
+
+
+def test_supervised_fine_tuning_does_not_explore():
+    with pytest.raises(ValueError, match=re.escape("does not read sampling.explore: remove it")):
+        Recipe.model_validate({**SFT, "sampling": {**BASE["sampling"], "explore": EXPLORE}})
+
+
+def test_refills_are_for_prompts_and_colocated_rollouts():
+    refilled = {**RL, "rollout": {"group_size": 4, "max_refills": 2}}
+    assert Recipe.model_validate(refilled).chooses_samples
+    with pytest.raises(ValueError, match=re.escape("rollout.max_refills is for colocated rollouts")):
+        Recipe.model_validate({**RL, "rollout": {"group_size": 4, "max_refills": 2, "mode": "async"}})
+    ddrl = {"algorithm": {"name": "ddrl"}, "sampling": {**BASE["sampling"], "solver": "edm_2ab"}}
+    assert Recipe.model_validate({**refilled, **ddrl}).chooses_samples
+    with pytest.raises(ValueError, match=re.escape("rollout.max_refills is for data.kind: prompts, not paired")):
+        Recipe.model_validate({**refilled, **ddrl, "data": {"kind": "paired", "path": "p"}})
 
 
 def test_supervised_fine_tuning_has_no_such_view():
     recipe = Recipe.model_validate(SFT)
     assert not recipe.is_rl
-    assert recipe.sft is recipe.algorithm
+    assert recipe.supervised is recipe.algorithm
     with pytest.raises(TypeError, match="sft has neither rollouts nor rewards"):
         recipe.rl  # noqa: B018

@@ -32,7 +32,8 @@ def test_log_probabilities_that_are_compared_come_from_batches_of_one_size(name)
         recipe.algorithm.old_log_prob == "auto" and recipe.algorithm.updates_per_rollout > 1
     )
     if recipe.model.dtype == "float32":
-        assert recipe.algorithm.clip_ratio >= 1e-3
+        by_divergence = recipe.algorithm.trust_region == "divergence"
+        assert (recipe.algorithm.divergence if by_divergence else recipe.algorithm.clip_ratio) >= 1e-3
     else:
         assert equal_batches or not compares_with_rollout
 

@@ -12,11 +12,12 @@ import zmq
 
 from faults.processes import until
 from wfm_ds.pipes import wire
-from wfm_ds.pipes.client import PipeClient, TaskRequest
+from wfm_ds.pipes.client import PipeClient
 from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.hub import Hub, Kind
 from wfm_ds.pipes.messages import HUB_TO_WORKER
 from wfm_ds.pipes.sockets import Dealer, Full
+from wfm_ds.pipes.unfinished import TaskRequest
 from wfm_reward import scorers
 
 KIND = "score:quiet"

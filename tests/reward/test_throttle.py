@@ -5,7 +5,8 @@ import logging
 import pytest
 from aiohttp.http_exceptions import BadStatusLine
 
-from wfm_reward.web.throttle import PERIOD_S, Throttle, throttled_logger
+from wfm_ds.pipes.throttle import EVERY_S
+from wfm_reward.web.throttle import RareLines, throttled_logger
 
 
 @pytest.fixture
@@ -16,7 +17,7 @@ def clock():
 @pytest.fixture
 def log(clock):
     logger = logging.getLogger("test.throttle")
-    throttle = Throttle(lambda: clock[0])
+    throttle = RareLines(lambda: clock[0])
     logger.addFilter(throttle)
     yield logger
     logger.removeFilter(throttle)
@@ -26,14 +27,14 @@ def test_one_line_a_minute_of_each_kind_and_a_count_of_the_others(log, clock, ca
     for number in range(1000):
         log.warning("connection %d is refused", number)
     log.warning("another %s", "thing")
-    clock[0] = PERIOD_S - 0.1
+    clock[0] = EVERY_S - 0.1
     log.warning("connection %d is refused", 1000)
-    clock[0] = PERIOD_S
+    clock[0] = EVERY_S
     log.warning("connection %d is refused", 1001)
     assert caplog.messages == [
         "connection 0 is refused",
         "another thing",
-        "connection 1001 is refused (1000 more like it were not logged)",
+        "connection 1000 is refused (connection %d is refused: 1000 more in 60 s)",
     ]
 
 

@@ -3,10 +3,13 @@
 import sys
 
 import pytest
+import torch
 
+from wfm_ds.engine import attention
 from wfm_ds.errors import RecipeError
+from wfm_ds.models import registry
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.rollout.identity import own_code, require_same
+from wfm_ds.rollout.identity import identity, own_code, require_same
 
 SOURCE = """\
 from wfm_ds.recipe.algorithms import RlSettings
@@ -25,7 +28,7 @@ def recipe(algorithm):
             "run": {"output_dir": "out", "steps": 3},
             "model": {"path": "tiny:sd3"},
             "data": {"kind": "prompts", "path": "p"},
-            "sampling": {"height": 32, "width": 32},
+            "sampling": {"height": 32, "width": 32, **({"solver": "flow_sde"} if algorithm == "flow_grpo" else {})},
             "algorithm": {"name": algorithm},
             "rollout": {"group_size": 4},
             "reward": {"functions": [{"name": "color"}]},
@@ -48,3 +51,24 @@ def test_another_version_of_the_users_file_is_another_identity(tmp_path, monkeyp
 
 def test_an_algorithm_of_ours_has_no_such_file():
     assert own_code(recipe("diffusion_nft")) == {}
+
+
+@pytest.mark.parametrize(("algorithm", "same"), [("flow_grpo", False), ("diffusion_nft", True)])
+def test_a_worker_computes_as_the_trainer_where_log_probabilities_are_compared(algorithm, same, tiny_pipelines):
+    def digests(*changes, kernel="native"):
+        asked = recipe(algorithm).model_dump(mode="json", exclude_unset=True)
+        for name, value in changes:
+            section, key = name.split(".")
+            asked.setdefault(section, {})[key] = value
+        model = registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+        attention.use(model.denoiser, kernel)
+        return identity(Recipe.model_validate(asked), model)
+
+    trainer = digests()
+    assert digests(("model.attention", "native")) == trainer  # what counts is the kernel that it comes to
+    assert digests(("sampling.grid", "even")) != trainer
+    assert (digests(kernel="cudnn") == trainer) is same
+    assert (digests(("engine.compile", True)) == trainer) is same
+    if not same:
+        with pytest.raises(RecipeError, match=r"this worker's model\.attention and engine\.compile differ"):
+            require_same(trainer, digests(kernel="cudnn"))

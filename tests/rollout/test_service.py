@@ -1,13 +1,16 @@
 """The trainer and the workers that it starts: commands, environment, restarts. Real processes: tests/faults."""
 
+import json
 import sys
 import threading
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
+from wfm_ds.distributed import gpus
 from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.keys import KeyFileError, new
@@ -15,7 +18,7 @@ from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.rollout import service
 from wfm_ds.rollout.identity import identity, require_same
-from wfm_ds.rollout.service import OF_RANKS, RolloutService, endpoints, spawn_devices, stall_s
+from wfm_ds.rollout.service import OF_RANKS, RolloutService, endpoints, places, spawn_devices, stall_s
 from wfm_ds.training.preflight import check_workers
 
 TINY = Path(__file__).parent.parent.parent / "recipes" / "tiny"
@@ -110,6 +113,7 @@ def test_a_tcp_address_takes_the_next_port_too(tmp_path):
 
 
 def test_devices_are_named_where_a_guess_could_take_a_ranks(monkeypatch):
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     assert spawn_devices(["cuda:1"], 2) == ["cuda:1"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert spawn_devices(None, 1) == ["cpu"]
@@ -122,8 +126,112 @@ def test_devices_are_named_where_a_guess_could_take_a_ranks(monkeypatch):
 def test_a_worker_is_no_rank():
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "WFM_LAUNCH_PID", "TORCHELASTIC_RUN_ID"):
         assert OF_RANKS.fullmatch(name)
-    for name in ("PATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "REMOTE_REWARD_TOKEN", "HF_HUB_OFFLINE"):
+    for name in ("PATH", "OMP_NUM_THREADS", "REMOTE_REWARD_TOKEN", "HF_HUB_OFFLINE"):
         assert not OF_RANKS.fullmatch(name)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine of that many GPUs, on which this process sees what a launcher has left; what it would log."""
+
+    def make(number, visible=None, note=None):
+        for name, value in {"CUDA_VISIBLE_DEVICES": visible, "WFM_LAUNCH_GPUS": note, "DS_ACCELERATOR": None}.items():
+            monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        # What torch.cuda.device_count() says there, in a process that has not asked before.
+        listed = f"v = os.environ.get('CUDA_VISIBLE_DEVICES'); print({number} if v is None else len(v.split(',')))"
+        monkeypatch.setattr(gpus, "COUNT", f"import os; {listed}")
+
+    gpus._listed.cache_clear()
+    yield make
+    gpus._listed.cache_clear()
+
+
+def gpus_of(devices, num_ranks, spawn=None):
+    settings = changed(rollout={"devices": devices, "spawn": len(devices) if spawn is None else spawn}).rollout
+    return [place.gpu for place in places(settings, num_ranks)]
+
+
+@pytest.mark.parametrize(
+    ("visible", "note", "devices", "num_ranks", "theirs"),
+    [
+        # deepspeed --num_gpus 6 on a machine of eight: the ranks see six
+        ("0,1,2,3,4,5", "all", ["cuda:6", "cuda:7"], 6, ["6", "7"]),
+        # CUDA_VISIBLE_DEVICES=2,3,4 deepspeed --num_gpus 2
+        ("2,3", "2,3,4", ["cuda:2"], 2, ["4"]),
+        # by a launcher that leaves no note
+        ("GPU-a, GPU-b", None, ["cuda:1"], 1, ["GPU-b"]),
+        ("MIG-1,MIG-2", "MIG-1,MIG-2", ["cuda:1"], 1, ["MIG-2"]),
+        (None, None, ["cuda:1"], 1, ["1"]),
+        ("0", "all", ["cpu", "cuda:1"], 1, [None, "1"]),
+    ],
+)
+def test_a_workers_gpu_is_counted_among_all_of_the_run(machine, caplog, visible, note, devices, num_ranks, theirs):
+    machine(8, visible, note)
+    assert gpus_of(devices, num_ranks) == theirs
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("visible", "note", "device", "says"),
+    [
+        ("0,1", "all", "cuda:8", r"cuda:8 is not there: this machine has 8 for this run, cuda:0 to cuda:7$"),
+        ("2,3", "2,3,4", "cuda:4", r"this machine has 3 for this run, cuda:0 to cuda:2$"),
+        ("5", None, "cuda:6", r"this machine has 1 for this run, cuda:0$"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(machine, visible, note, device, says):
+    machine(8, visible, note)
+    with pytest.raises(RecipeError, match=says):
+        gpus_of([device], 2)
+
+
+def test_a_rank_that_deepspeed_started_over_ssh_is_told_how_to_see_the_others(machine, monkeypatch):
+    machine(8, "0,1")
+    monkeypatch.setenv("CROSS_RANK", "0")
+    with pytest.raises(RecipeError, match=r"over ssh, a line WFM_LAUNCH_GPUS=all in ~/\.deepspeed_env"):
+        gpus_of(["cuda:7"], 2)
+
+
+def test_a_gpu_that_trains_too_is_warned_of(machine, caplog, monkeypatch):
+    machine(1, "0", "all")
+    assert gpus_of(["cuda:0"], 1) == ["0"]
+    assert "cuda:0 train too" in caplog.text
+    caplog.clear()
+    assert gpus_of(["cpu", "cuda:0"], 1, spawn=1) == [None]  # there is no second worker
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert gpus_of(["cuda:0"], 1) == ["0"]  # the ranks compute on the CPU
+    assert not caplog.records
+
+
+PRINTS = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:]]), flush=True); sys.stdin.read()"
+
+
+def test_a_worker_sees_its_gpu_alone_and_is_told_the_first(machine, monkeypatch, tmp_path):
+    machine(3, "0,1", "all")
+    monkeypatch.setenv("RANK", "0")
+    started = RolloutService.command
+
+    def command(self, life, place):
+        return [sys.executable, "-c", PRINTS, *started(self, life, place)[3:]]
+
+    monkeypatch.setattr(RolloutService, "command", command)
+    recipe = changed(run={"output_dir": str(tmp_path)}, rollout={"spawn": 2, "devices": ["cuda:2", "cpu"]})
+    service = RolloutService(recipe, {}, "", 2)
+    try:
+        logs = [tmp_path / "rollout" / f"spawned-{i}.log" for i in range(2)]
+        until_s = time.monotonic() + 30.0
+        while not all(log.read_text().endswith("\n") for log in logs):
+            assert time.monotonic() < until_s
+            threading.Event().wait(0.05)
+        (on_gpu, its_words), (on_cpu, cpu_words) = (json.loads(log.read_text()) for log in logs)
+    finally:
+        service.stop()
+    assert on_gpu["CUDA_VISIBLE_DEVICES"] == "2"
+    assert its_words[its_words.index("--device") + 1] == "cuda:0"
+    assert on_cpu["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert cpu_words[cpu_words.index("--device") + 1] == "cpu"
+    assert not {"RANK", "WFM_LAUNCH_GPUS"} & (on_gpu.keys() | on_cpu.keys())
 
 
 def test_a_worker_with_another_recipe_or_pipeline_is_refused_by_name(tiny_pipelines):

@@ -100,6 +100,22 @@ def test_every_publication_is_the_policy_itself(lora, offered, tiny_pipelines, t
     assert torch.equal(output(model), output(policies[0].model))
 
 
+def test_merged_publications_are_the_policies_through_plain_layers(offered, tiny_pipelines, tmp_path):
+    path = tiny_pipelines("sd3")
+    policies = [Trained(path, seed, lora=True) for seed in (1, 2)]
+    manifests = [p.publish(tmp_path / f"v{n}", n) for n, p in enumerate(policies)]
+    model, adapters = loaded(path), []
+    weights = PolicyWeights(model, offered(*manifests), lora=True, merge=True)
+    for manifest, policy in zip(manifests, policies, strict=True):
+        weights.use(manifest)
+        if not adapters:
+            adapters = [part for name, part in model.denoiser.named_modules() if name.endswith("lora_A.default")]
+            for part in adapters:
+                part.register_forward_hook(lambda *_: pytest.fail("an adapter computed"))
+        torch.testing.assert_close(output(model), output(policy.model), rtol=0, atol=1e-5)
+    assert len(adapters) > 4
+
+
 def test_a_publication_is_whole_or_refused(offered, tiny_pipelines, tmp_path):
     path = tiny_pipelines("sd3")
     first, second = (Trained(path, s, lora=True).publish(tmp_path / f"v{s}", s) for s in (1, 2))

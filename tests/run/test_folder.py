@@ -240,6 +240,8 @@ def test_micro_batches_decide_which_expert_trains_so_that_their_number_must_stay
         "engine.deepspeed=zero3",
         "engine.micro_batch_size=1",
         "engine.sequence_parallel=2",
+        "engine.compile=true",
+        "model.attention=native",
     ],
 )
 def test_what_does_not_change_the_training_may_be_changed(recipe, run, change):
@@ -265,7 +267,7 @@ def test_another_recipe_is_refused_naming_the_key(recipe, run, change, named):
 
 
 def test_every_number_of_a_recipe_but_those_listed_makes_another_run(recipe):
-    here = recipe()
+    here = recipe("data.choose=spread")
     values = here.model_dump(mode="json")
     for section, keys in values.items():
         for key, value in (keys or {}).items():
@@ -384,8 +386,8 @@ def test_folder_belongs_to_one_process_until_it_ends(recipe, run):
     out = run(4)
     code = f"from pathlib import Path; from wfm_ds.run.folder import locked\nwith locked(Path({str(out)!r})): print(1)"
     with output.locked(out):
-        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
         assert "a run is going on there" in other.stderr
         with pytest.raises(RecipeError, match="going on"), output.locked(out):
             pass
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=180)

@@ -2,7 +2,8 @@ import pytest
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 
-from wfm_ds.sampling.noise import noisy_latents, seeded_normal
+from wfm_ds.sampling.noise import drawn_normal, noised, noisy_latents, seeded_normal
+from wfm_kernels.noise import normal
 
 SHAPES = [(2, 3, 5, 7), (3, 1, 3, 5, 2)]
 
@@ -37,6 +38,26 @@ def test_noise_on_the_cpu_is_that_of_the_low_32_bits():
 def test_noise_for_no_samples_is_refused():
     with pytest.raises(ValueError, match="at least one seed"):
         seeded_normal([], (1, 2, 2))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_drawn_noise_is_that_of_the_contract_and_goes_into_the_latents(shape):
+    clean, sigma, seeds = torch.randn(shape), torch.linspace(0.1, 1, shape[0]), [2**62 + i for i in range(shape[0])]
+    noisy, noise = noised(clean, sigma, seeds)
+    assert torch.equal(noise, normal(torch.tensor(seeds), clean[0].numel()).view(shape))
+    assert torch.equal(noise, drawn_normal(torch.tensor(seeds), clean))
+    assert torch.equal(noisy, noisy_latents(clean, noise, sigma))
+
+
+def test_drawn_noise_depends_on_the_seed_and_not_on_the_batch_or_the_global_state():
+    clean, sigma = torch.zeros(3, 2, 4, 4), torch.ones(3)
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    _, together = noised(clean, sigma, [5, 6, 5])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(together[1:2], noised(clean[:1], sigma[:1], [6])[1])
+    assert torch.equal(together[0], together[2])
+    assert not torch.equal(together[0], together[1])
 
 
 @pytest.mark.parametrize("shape", SHAPES)

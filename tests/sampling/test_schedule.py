@@ -40,6 +40,14 @@ def test_dpm2_is_first_order_where_the_step_before_or_the_step_itself_has_no_fin
     assert [s.correction != 0 for s in below_one] == [False, True, True, True, False]
 
 
+def test_dpm2_is_first_order_in_a_step_of_more_than_twice_the_length_of_the_one_before():
+    def logistic(*half_log_snrs):
+        return [1 / (1 + math.exp(value)) for value in half_log_snrs]
+
+    steps = solver_steps("dpm2", grid(*logistic(-3, -1, 2.9, 3.9, 6.0, 7.0), 0.0))  # lengths 2, 3.9, 1, 2.1, 1
+    assert [s.correction != 0 for s in steps] == [False, True, True, False, True, False]
+
+
 @pytest.mark.parametrize("num_steps", [1, 2])
 def test_dpm2_with_one_or_two_steps_is_euler(num_steps):
     sigmas = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)

@@ -12,6 +12,7 @@ from wfm_ds.data.datasets import buckets_of, load_data
 from wfm_ds.data.media import load_media
 from wfm_ds.data.order import BatchSource
 from wfm_ds.data.pixels import centre
+from wfm_ds.data.prompts import PromptOrder
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError, RecipeError
 from wfm_ds.models.base import NegativeText
@@ -92,6 +93,8 @@ def test_guidance_needs_its_negative_texts(sft, root, tiny_pipelines, tmp_path):
     model = load_model(recipe, CPU)
     negatives = [t for t in needed_texts(recipe, model, load_data(recipe)) if isinstance(t, NegativeText)]
     assert negatives == [NegativeText("blurry")]
+    shown = tmp_path / "shown.txt"
+    shown.write_text("a thing that is shown\n")
     rl = recipe_file.load(
         root / "recipes" / "tiny" / "sd3_nft.yaml",
         [
@@ -99,10 +102,21 @@ def test_guidance_needs_its_negative_texts(sft, root, tiny_pipelines, tmp_path):
             f"data.path={root / 'recipes' / 'tiny' / 'prompts' / 'colors'}",
             "sampling.guidance_scale=2",
             f"run.output_dir={tmp_path / 'rl'}",
+            "run.steps=2",
+            "run.seed=7",
+            "rollout.prompts_per_step=3",
+            "validation.num_prompts=1",
+            f"validation.prompts={shown}",
         ],
     )
     data = load_data(rl)
-    assert set(needed_texts(rl, model, data)) == {*(p.text for p in data.prompts), NegativeText("")}
+    drawn = {p.text for step in (1, 2) for p in PromptOrder(data.prompts, seed=7, shuffle=True).prompts(step, 3)}
+    assert set(needed_texts(rl, model, data)) == {*drawn, "a thing that is shown", NegativeText("")}
+    assert len(drawn) == 6 < len(data.prompts)
+    spread = rl.model_copy(update={"data": rl.data.model_copy(update={"choose": "spread"})})
+    assert set(needed_texts(spread, model, data)) >= {p.text for p in data.prompts}
+    many = rl.model_copy(update={"run": rl.run.model_copy(update={"steps": 1000})})
+    assert set(needed_texts(many, model, data)) >= {p.text for p in data.prompts}
 
 
 def test_cached_latents_stand_in_for_decoding_and_encoding(sft, images):

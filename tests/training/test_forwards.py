@@ -57,6 +57,17 @@ def test_diffusion_nft_runs_the_forwards_of_its_formula():
     }
 
 
+@pytest.mark.parametrize("regenerate", [True, False])
+def test_candidates_take_few_steps_each_and_what_is_kept_all_of_them(regenerate):
+    explore = {"group_size": 10, "steps": 3, "regenerate": regenerate}
+    recipe = rl({"name": "diffusion_nft"}, {"explore": explore}, guidance=2.0, engine={"max_forward_batch": 16})
+    plain = step_of(rl({"name": "diffusion_nft"}, guidance=2.0, engine={"max_forward_batch": 16}), step=2, world=2)
+    forwards = step_of(recipe, step=2, world=2)
+    candidates = Forwards(2 * 2 * 3, 30 * 3 * 2)  # 30 on a rank in two batches, both halves of a guided prediction
+    assert forwards["rollout"] == (candidates + plain["rollout"] if regenerate else candidates)
+    assert {**forwards, "rollout": None} == {**plain, "rollout": None}
+
+
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(1, 30))
 def test_folded_forwards_are_those_that_the_loop_makes(sizes, most):
     micros = [MicroBatch(SimpleNamespace(sigma=range(size)), 0) for size in sizes]
@@ -146,6 +157,22 @@ def test_guidance_in_the_range_of_one_expert_is_counted_there_alone():
     assert sampled == {"validation": Forwards(47, 47)}
 
 
+@pytest.mark.parametrize(("most", "calls"), [(48, 10), (47, 20), (18, 20 + 10), (12, 40)])
+def test_joint_guidance_halves_the_forwards_of_batches_that_fit_twice(most, calls):
+    """24 samples: at once, then as 18 and 6, and as two times 12."""
+    settings = {"sampling": {"guidance_batch": "joint"}, "guidance": 2.0, "engine": {"max_forward_batch": most}}
+    assert step_of(rl({"name": "diffusion_nft"}, **settings), step=1)["rollout"] == Forwards(calls, 24 * 20)
+
+
+def test_merged_adapters_are_seen_by_no_rollout():
+    recipe = nft(guidance=2.0)
+    merged = Recipe.model_validate(
+        recipe.model_dump() | {"rollout": recipe.rollout.model_dump() | {"merge_lora": True}}
+    )
+    assert step_of(merged, step=1)["rollout"].without_adapters == 24 * 20
+    assert step_of(recipe, step=1)["rollout"].without_adapters == 0
+
+
 def test_best_of_n_trains_its_share():
     assert step_of(grpo(best_of_n=2), step=1)["policy"].samples == 24 * 9 // 2
 
@@ -168,6 +195,25 @@ def test_sft_and_evaluations():
     assert evaluation(recipe, 2, num_prompts=1) == {"validation": Forwards(14, 14)}
     few = Recipe.model_validate({**recipe.model_dump(mode="json"), "logging": {"num_samples": 3}})
     assert evaluation(few, 2, num_prompts=9) == {"validation": Forwards(14, 2 * 14)}  # what nobody sees is not sampled
+
+
+def test_dpo_asks_policy_and_reference_about_both_media_of_each_pair():
+    recipe = Recipe.model_validate(
+        {
+            "run": {"output_dir": "out", "steps": 3},
+            "model": {"path": "tiny:sd3"},
+            "engine": {"micro_batch_size": 4, "gradient_accumulation": 3, "max_forward_batch": 5},
+            "data": {"kind": "pairs", "path": "p.jsonl"},
+            "sampling": {"height": 32, "width": 32, "eval_steps": 7},
+            "algorithm": {"name": "dpo"},
+            "validation": {"num_prompts": 1},
+        }
+    )
+    trained = sft_step(recipe, derive(recipe, 2))
+    assert trained == {"policy": Forwards(3, 24), "ref": Forwards(3, 24, without_adapters=24)}
+    # Two ranks: 3 pairs at 8 levels, 12 a rank; of a pair both media, so that 5 rows hold two.
+    held_out = Forwards(7 + 2 * 6, 7 + 2 * 24, without_adapters=24)
+    assert evaluation(recipe, 2, num_prompts=1, num_images=3) == {"validation": held_out}
 
 
 def test_sums_leave_out_what_never_runs():

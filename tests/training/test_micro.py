@@ -1,11 +1,14 @@
 """How terms become forwards: equal work on every rank, one expert at a time, nothing lost."""
 
+import dataclasses
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wfm_ds.algorithms.batch import Term, TermBatch
-from wfm_ds.training.micro import MicroBatch, MicroBatches, cut, folded, level
+from wfm_ds.training.micro import MicroBatch, MicroBatches, cut, folded, level, num_bytes
+from wfm_ds.types import ConditionalFrames
 
 HIGH, LOW = 0.95, 0.3  # noise levels of two experts, with their boundary at 0.875
 terms_of_a_rank = st.lists(st.tuples(st.sampled_from([HIGH, LOW]), st.sampled_from([0.0, 1.0])), min_size=1, max_size=9)
@@ -23,8 +26,12 @@ def ranks_of(drawn):
     return [[Term(row=row, sigma=s, weight=w) for row, (s, w) in enumerate(rank)] for rank in drawn]
 
 
-def levelled(ranks, expert_of, num_experts):
-    """What each rank makes of its terms; their maxima are taken here instead of by a collective."""
+def levelled(ranks, expert_of, num_experts, has_gradient=lambda term: True):
+    """The terms that each rank makes of its own; their maxima are taken here instead of by a collective."""
+    return [update.terms for update in updates_of(ranks, expert_of, num_experts, has_gradient)]
+
+
+def updates_of(ranks, expert_of, num_experts, has_gradient):
     said = []
 
     def listening(values):
@@ -32,9 +39,9 @@ def levelled(ranks, expert_of, num_experts):
         return values
 
     for rank in ranks:
-        level(rank, expert_of, num_experts, listening)
+        level(rank, expert_of, num_experts, listening, has_gradient)
     most = {name: max(values[name] for values in said) for name in said[0]}
-    return [level(rank, expert_of, num_experts, lambda _: most) for rank in ranks]
+    return [level(rank, expert_of, num_experts, lambda _: most, has_gradient) for rank in ranks]
 
 
 @given(st.lists(terms_of_a_rank, min_size=1, max_size=3))
@@ -69,6 +76,26 @@ def test_a_rank_without_terms_of_an_expert_asks_it_at_another_ranks_noise_level(
     first, second = levelled(ranks, two_experts, 2)
     assert [(t.sigma, t.weight) for t in first] == [(HIGH, 1.0), (LOW, 0.0)]
     assert [(t.sigma, t.weight) for t in second] == [(HIGH, 0.0), (LOW, 1.0)]
+
+
+@given(st.lists(terms_of_a_rank, min_size=1, max_size=3), st.sets(st.integers(0, 8)))
+@settings(deadline=None)
+def test_terms_without_a_gradient_are_left_out_and_counted(drawn, silent):
+    ranks = ranks_of(drawn)
+    updates = updates_of(ranks, two_experts, 2, lambda term: term.row not in silent)
+    counted = [sum(t.weight for t in rank) for rank in ranks]
+    assert [update.count for update in updates] == counted
+    kept = [[t for t in rank if t.weight and t.row not in silent] for rank in ranks]
+    for update, terms in zip(updates, kept, strict=True):
+        assert sorted(t.row for t in update.terms if t.weight) == sorted(t.row for t in terms)
+    lengths = {len(update.terms) for update in updates}
+    assert len(lengths) == 1
+    if not any(counted):
+        assert lengths == {0}  # no optimizer step
+    elif not any(kept):
+        assert lengths == {1}  # a step without a gradient: decay and momentum still move the weights
+    else:
+        assert lengths <= set(range(max(map(len, kept)), sum(map(len, kept)) + 1))
 
 
 @given(terms_of_a_rank, st.integers(1, 4))
@@ -117,3 +144,35 @@ def test_forwards_without_gradient_are_shared_by_neighbours_of_one_expert():
     assert whole.batch.sigma.tolist() == whole.batch.latents.flatten().tolist() == [0, 1, 2, 3, 4, 5]
     assert whole.batch.prompts == ["p0", "p1", "p2", "p3", "p4", "p5"]
     assert [m for group in folded(micros, 1) for m in group] == micros
+
+
+def numbered(assembled):
+    """Assembles batches of 4 + 4 + 4 bytes a term, and remembers of which terms."""
+
+    def assemble(terms):
+        assembled.append([term.row for term in terms])
+        return batch(terms[0].row, len(terms), 0).batch
+
+    return assemble
+
+
+def test_batches_for_which_there_is_room_are_assembled_once_for_all_passes():
+    [terms] = ranks_of([[(LOW, 1.0)] * 7])
+    assembled = []
+    micros = MicroBatches(cut(terms, 2, one_expert), numbered(assembled), room=2 * 2 * 12 + 12)
+    for _ in range(2):
+        assert [m.batch.sigma.tolist() for m in micros.before_others()] == [[0, 1], [2, 3], [4, 5], [6]]
+    # Two of two terms, and the last one, which is smaller.
+    assert assembled == [[0, 1], [2, 3], [4, 5], [6], [4, 5]]
+    assembled.clear()
+    assert [m.batch.sigma.tolist() for m in micros] == [[0, 1], [2, 3], [4, 5], [6]]
+    assert assembled == [[4, 5]]
+    assert len(list(micros)) == 4, "the last pass lets them go"
+    assert assembled == [[4, 5], [0, 1], [2, 3], [4, 5], [6]]
+
+
+def test_bytes_of_a_batch_are_those_of_all_its_tensors():
+    of_one = batch(0, 3, 0).batch
+    assert num_bytes(of_one) == 3 * 12
+    frames = ConditionalFrames(torch.zeros(3, 1, 2, 1, 1), torch.zeros(3, dtype=torch.int64))
+    assert num_bytes(dataclasses.replace(of_one, conditional_frames=frames)) == 3 * (12 + 8 + 8)

@@ -77,6 +77,28 @@ def test_report_names_the_derived_numbers(sft):
     assert text.endswith("all checks passed")
 
 
+def test_report_says_how_often_prompts_come_that_rewards_choose_among(rl, caplog):
+    spread = report(rl("run.steps=40", "data.choose=spread"), world_size=1)
+    assert "prompts                    12, by spread, 6.67 times each on average\n" in spread
+    assert "data.choose" not in caplog.text
+    preflight(rl("run.steps=12", "data.choose=spread"), world_size=1)
+    assert "draws each of its 12 prompts 2 times: set data.choose: even, or use fewer prompts" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("flash", r"flash is not installed: install flash-attn 2\.6\.3 or newer \(pip install flash-attn"),
+        ("sage", "sage has no backward pass here"),
+        ("cudnn", r"cudnn takes heads of 8 to 128|cudnn does not compute in float32: set model\.dtype: bfloat16"),
+    ],
+)
+def test_a_kernel_of_attention_that_cannot_serve_is_refused(sft, name, words):
+    assert "attention                  native" in report(sft(), world_size=1)
+    with pytest.raises(UserError, match=rf"^model\.attention: {words}.*, or set it to auto or native$"):
+        report(sft(f"model.attention={name}"), world_size=1)
+
+
 def test_replicas_must_fit_on_a_node(sft, monkeypatch):
     monkeypatch.setenv("LOCAL_SIZE", "2")
     preflight(sft("engine.sequence_parallel=2"), world_size=4)
@@ -295,6 +317,43 @@ def test_validation_folder_replaces_the_holdout(sft, images, tmp_path):
     assert len(data.samples) == 40
     assert [s.media.path.name for s in data.held_out] == ["mine.png"]
     assert [p.text for p in data.shown] == ["shade 3"]
+
+
+@pytest.fixture
+def dpo(tmp_path, root, tiny_pipelines, images):
+    """A recipe about twenty pairs of the images."""
+    pairs = [{"prompt": "light", "chosen": f"{i + 20}.png", "rejected": f"{i:02d}.png"} for i in range(20)]
+    (images / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+
+    def recipe(*overrides):
+        return recipe_file.load(
+            root / "recipes" / "tiny" / "sd3_dpo.yaml",
+            [
+                f"run.output_dir={tmp_path / 'out'}",
+                f"model.path={tiny_pipelines('sd3')}",
+                f"data.path={images / 'pairs.jsonl'}",
+                "validation.holdout=0.2",
+                *overrides,
+            ],
+        )
+
+    return recipe
+
+
+def test_the_report_of_pairs_counts_them_and_the_forwards_of_the_reference(dpo, images):
+    lines = report(dpo(), 2).splitlines()
+    data = load_data(dpo())
+    assert len(data.samples) + len(data.held_out) == 20
+    assert data.held_out
+    assert "recipe                     dpo, LoRA" in lines
+    assert f"samples                    {len(data.samples)} to train on, {len(data.held_out)} held out" in lines
+    assert "samples per step           16 (8 a rank)" in lines
+    (head,) = [line.split() for line in lines if line.startswith("  GiB")]
+    assert {"references", "encode", "train"} <= set(head)
+    for sample in data.samples[:5]:
+        sample.rejected.path.write_bytes(b"")
+    with pytest.raises(DataError, match=r"of the \d+ samples that were tried cannot be used"):
+        report(dpo(), 2)
 
 
 @pytest.fixture

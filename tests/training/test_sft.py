@@ -1,3 +1,4 @@
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -6,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+from wfm_ds.algorithms import build_supervised
 from wfm_ds.data.order import TrainingSample
 from wfm_ds.data.pixels import Framing
 from wfm_ds.data.samples import LocalFile, Sample
@@ -14,6 +16,7 @@ from wfm_ds.models import registry
 from wfm_ds.models.base import NegativeText
 from wfm_ds.models.text_cache import TextCache
 from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.derived import derive
 from wfm_ds.training.sft import SftLoop, ValidationLoss
 from wfm_ds.types import Prompt
 
@@ -66,10 +69,56 @@ def test_validation_encodes_each_image_once_and_keeps_no_more_than_a_batch_of_th
         sizes.append(len(latents))
         return model.denoise(latents, sigma, conditioning, expert)
 
+    engine = SimpleNamespace(policy=lambda name: contextlib.nullcontext())
     job = SimpleNamespace(
-        recipe=recipe, model=model, world=alone, texts=TextCache(model), latents=None, forward=forward
+        recipe=recipe,
+        model=model,
+        world=alone,
+        engine=engine,
+        evaluation_policy="ema",
+        texts=TextCache(model),
+        latents=None,
+        forward=forward,
     )
-    losses = ValidationLoss(job, samples, [Framing(height=8, width=8)] * 3).measure()
+    losses = ValidationLoss(job, build_supervised(recipe), samples, [Framing(height=8, width=8)] * 3).measure()
     assert encoded == [1, 1, 1]
     assert (sum(sizes), max(sizes)) == (24, min(batch, 24))
     assert losses["val/loss"] > 0
+
+
+def pair(position):
+    """A training pair of two shades, as one medium and the other."""
+
+    def shade(value, rejected=None):
+        return TrainingSample(
+            sample_id=f"{position}",
+            prompt=Prompt(id="a", text=f"shade {position}"),
+            media=LocalFile(Path("a.png")),
+            framing=Framing(height=16, width=16),
+            pixels=np.full((16, 16, 3), value, np.uint8),
+            position=position,
+            epoch=0,
+            rejected=rejected,
+        )
+
+    return shade(20 * position, shade(20 * position + 90))
+
+
+def test_both_media_of_a_pair_get_one_noise_one_level_and_one_caption(root, tiny_pipelines, alone):
+    recipe = recipe_file.load(root / "recipes" / "tiny" / "sd3_dpo.yaml", ["data.caption_dropout=0.5"])
+    model = registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+    job = SimpleNamespace(recipe=recipe, model=model, world=alone, latents=None, derived=derive(recipe, 1))
+    loop = SftLoop(job, build_supervised(recipe), None, None, None, None)
+    loop.step = 1
+    samples = [pair(position) for position in range(8)]
+    first, second = loop.micro_batches(samples)
+    for micro, part in ((first.batch, samples[:4]), (second.batch, samples[4:])):
+        assert torch.equal(micro.noise[:4], micro.noise[4:])
+        assert torch.equal(micro.sigma[:4], micro.sigma[4:])
+        assert micro.texts[:4] == micro.texts[4:]
+        for row, sample in enumerate([*part, *(sample.rejected for sample in part)]):
+            torch.testing.assert_close(micro.clean[row], model.encode_media([sample.pixels])[0], rtol=1e-4, atol=1e-5)
+        sigma = micro.sigma.view(-1, 1, 1, 1)
+        torch.testing.assert_close(micro.latents, (1 - sigma) * micro.clean + sigma * micro.noise)
+    assert len({float(s) for s in torch.cat([first.batch.sigma, second.batch.sigma])}) == 8
+    assert not torch.equal(first.batch.noise[0], first.batch.noise[1])

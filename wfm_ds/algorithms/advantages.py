@@ -107,6 +107,48 @@ def step_advantages(
     equals the order of the samples does not change a bit. Raises ValueError for unequal lengths and rewards that are
     not finite.
     """
+    valid, compared, columns, constant = _comparison(rewards, groups, settings)
+    raw = _normalised(columns, valid, compared, settings)
+    raw[[i for members, flat in zip(compared, constant, strict=True) if flat for i in members]] = 0.0
+    shaped = raw if transform is None else transform(raw)
+    final = MODES[settings.adv_mode](np.clip(shaped, -settings.adv_clip_max, settings.adv_clip_max))
+
+    varied = [members for members, flat in zip(compared, constant, strict=True) if not flat]
+    trained = varied if settings.drops_zero_std else compared
+    kept = {int(i) for members in trained for i in _best_and_worst(members, shaped, settings.best_of_n)}
+    stats = _stats(rewards, shaped, compared, constant, settings.adv_clip_max) | {
+        "adv/groups_skipped": float(len(set(groups)) - len(compared)),
+        "adv/samples_dropped": float(len(groups) - len(kept)),
+    }
+    return Advantages([float(final[i]) if i in kept else None for i in range(len(groups))], stats)
+
+
+def best_and_worst(
+    rewards: Rewards, groups: Sequence[str], settings: RlSettings, count: int
+) -> tuple[list[int], list[str]]:
+    """The indices, ascending, of `count` samples of each group: half of them its best and half its worst ones, as
+    best_of_n ranks them; and the groups that have something to teach, whose rewards are not all equal.
+
+    Samples without a reward are taken only where a group has fewer than `count` with one. Groups have at least `count`
+    samples; an odd count is for groups of that size. Raises ValueError as step_advantages does.
+    """
+    valid, compared, columns, constant = _comparison(rewards, groups, settings)
+    ranked = _normalised(columns, valid, compared, settings)
+    kept: list[int] = []
+    for members in _members(range(len(groups)), groups).values():
+        known = [i for i in members if rewards.totals[i] is not None]
+        unknown = [i for i in members if rewards.totals[i] is None]
+        chosen = _best_and_worst(np.array(known, np.intp), ranked, count).tolist()
+        kept += [*chosen, *unknown[: count - len(chosen)]]
+    teaching = [groups[members[0]] for members, flat in zip(compared, constant, strict=True) if not flat]
+    return sorted(kept), teaching
+
+
+def _comparison(
+    rewards: Rewards, groups: Sequence[str], settings: RlSettings
+) -> tuple[list[int], list[Indices], list[tuple[float, Array]], list[bool]]:
+    """The samples with a reward; those of each group that has two or more of them; what is compared, by sample; and
+    whether all of it is equal in the group."""
     if len(rewards.totals) != len(groups):
         raise ValueError(f"{len(rewards.totals)} rewards and {len(groups)} groups do not belong together")
     valid = [i for i, total in enumerate(rewards.totals) if total is not None]
@@ -114,21 +156,8 @@ def step_advantages(
     columns = _compared_columns(rewards, settings.combine)
     if not all(np.isfinite(values[valid]).all() for _, values in columns):
         raise ValueError(f"rewards must be finite, a failed one is None: got {rewards.totals}")
-
     constant = [all(_is_constant(values[members]) for _, values in columns) for members in compared]
-    raw = _normalised(columns, valid, compared, settings)
-    raw[[i for members, flat in zip(compared, constant, strict=True) if flat for i in members]] = 0.0
-    shaped = raw if transform is None else transform(raw)
-    final = MODES[settings.adv_mode](np.clip(shaped, -settings.adv_clip_max, settings.adv_clip_max))
-
-    varied = [members for members, flat in zip(compared, constant, strict=True) if not flat]
-    trained = varied if settings.zero_std == "drop" else compared
-    kept = {int(i) for members in trained for i in _best_and_worst(members, shaped, settings.best_of_n)}
-    stats = _stats(rewards, shaped, compared, constant, settings.adv_clip_max) | {
-        "adv/groups_skipped": float(len(set(groups)) - len(compared)),
-        "adv/samples_dropped": float(len(groups) - len(kept)),
-    }
-    return Advantages([float(final[i]) if i in kept else None for i in range(len(groups))], stats)
+    return valid, compared, columns, constant
 
 
 def _compared_columns(rewards: Rewards, combine: str) -> list[tuple[float, Array]]:
@@ -189,6 +218,15 @@ def _stats(
 
 def _is_constant(of_group: Array) -> bool:
     return bool(np.ptp(of_group) <= ZERO_STD * max(1.0, abs(_mean(of_group))))
+
+
+def group_variance(rewards: Sequence[float | None]) -> float | None:
+    """Return the variance of one group's rewards by n - 1, whose mean for a judge that says 0 or 1 is p (1 - p); 0 of
+    a constant group, None of fewer than two rewards."""
+    of_group = np.sort(np.array([reward for reward in rewards if reward is not None], np.float64))
+    if len(of_group) < 2:
+        return None
+    return 0.0 if _is_constant(of_group) else float(np.var(of_group, ddof=1))
 
 
 def reward_stats(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from wfm_ds.algorithms.batch import Term, TermBatch
 
 if TYPE_CHECKING:
     from wfm_ds.recipe.algorithms import RlSettings
+    from wfm_ds.recipe.algorithms.base import ModelFacts
     from wfm_ds.recipe.schema import Recipe
     from wfm_ds.sampling.denoise import Plan
     from wfm_ds.types import Rollout
@@ -46,14 +47,20 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     rollout_policy = "train"
     """The policy that denoises: the trained weights, or a copy."""
     references: tuple[str, ...] = ()
-    """Policies whose predictions the loss gets beside the trained one's, in the order of their forwards. One is missing
-    where its weights equal the trained ones: the loss detaches its own prediction."""
+    """Policies whose predictions the loss gets beside the trained one's, in the order of their forwards: of `old`,
+    `ref` and, where the recipe averages weights, `ema`. One is missing where its weights equal the trained ones: the
+    loss detaches its own prediction."""
     recalls_old = False
     """`old` is no copy of the weights but the trained ones at the start of the RL step, asked before its first
     update."""
 
-    def __init__(self, recipe: Recipe, sigmas: Tensor) -> None:
-        """sigmas: the rollout grid [N+1] float64, descending to 0. Raises RecipeError for what cannot work on it."""
+    surveys = False
+    """The loss weighs its terms by sums over all terms of the optimizer step, which no micro-batch has: a pass without
+    gradient asks `surveyed` of each term, adds up what has one `survey_key`, and puts it into `batch.survey`."""
+
+    def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelFacts | None = None) -> None:
+        """sigmas: the rollout grid [N+1] float64, descending to 0. model: the one that is trained; None where rollouts
+        are only planned or counted. Raises RecipeError for what cannot work on the grid."""
         self.settings = recipe.rl.algorithm
         self.run_seed, self.sampling, self.grid = recipe.run.seed, recipe.sampling, sigmas
 
@@ -70,6 +77,11 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
         """This rank's terms of each optimizer step, equally many of each `num_parts` on every rank; of weight 0 for a
         sample without an advantage. The loop drops what no rank needs for keeping its forwards equal to the others'."""
 
+    def has_gradient(self, term: TermT, current: Set[str]) -> bool:
+        """Tell if the term can move a weight while the policies `current` have the trained weights; this may say too
+        often that it can. The loop leaves out terms that cannot, and counts them all the same."""
+        return True
+
     @abstractmethod
     def assemble(self, terms: Sequence[TermT], rollouts: Sequence[Rollout], device: torch.device) -> BatchT:
         """The tensors of these terms; rollouts: this rank's."""
@@ -80,6 +92,15 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
         rollout, with gradient; references: theirs, by policy. Of a batch that is one of several parts: the part's share
         of the loss; `loss/total` of the parts is added up, any other statistic belongs to one of them."""
 
+    def survey_key(self, term: TermT) -> str:
+        """Return the name of the sum that the term is part of, and that its loss is told."""
+        raise NotImplementedError
+
+    def surveyed(self, velocity: Tensor, batch: BatchT, references: Mapping[str, Tensor]) -> Tensor:
+        """Return the part of its sum [B] that each term is. velocity: of the weights before the step, without gradient;
+        references: as in `loss`."""
+        raise NotImplementedError
+
     def moves(self, step: int, num_updates: int) -> Mapping[str, float]:
         """Copies that follow the trained weights at the end of this RL step, after `num_updates` optimizer steps of the
         run: the d of `copy <- d*copy + (1-d)*theta`, by policy."""
@@ -87,11 +108,6 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
 
     def review(self, metrics: Mapping[str, float]) -> None:
         """Look at the metrics of an optimizer step, and warn of what the user should know."""
-
-
-def column(values: Sequence[float], device: torch.device) -> Tensor:
-    """[B] float32 on the device."""
-    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def shared_out(num_samples: int, first: int, num_updates: int) -> list[list[int]]:

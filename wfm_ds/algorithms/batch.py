@@ -29,6 +29,7 @@ class TermBatch:
     weight: Tensor  # [B]
     prompts: Sequence[Prompt]  # embedded when a forward needs them: a term for each noise level would hold a copy
     conditional_frames: ConditionalFrames | None = None  # of these samples
+    survey: Tensor | None = None  # [B], the sums that RlAlgorithm.surveys asks for
 
     def parts(self) -> Sequence[TermBatch]:
         """Return what each forward and backward is about: all of it, unless the terms have more parts than one.

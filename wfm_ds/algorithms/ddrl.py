@@ -17,19 +17,21 @@ import torch
 from torch import Tensor
 
 from wfm_ds.algorithms.advantages import Advantages, Rewards, step_advantages
-from wfm_ds.algorithms.base import RlAlgorithm, Stats, StepSamples, column
+from wfm_ds.algorithms.base import RlAlgorithm, Stats, StepSamples
 from wfm_ds.algorithms.batch import Term, TermBatch
 from wfm_ds.algorithms.ddrl_terms import data_loss, data_sigma, log_ratio, reference_kl
-from wfm_ds.algorithms.flow_grpo import clipped_policy_loss
+from wfm_ds.algorithms.ratio import clipped_policy_loss
 from wfm_ds.errors import RecipeError
+from wfm_ds.pinned import columns, on_device
 from wfm_ds.recipe.algorithms import DdrlAlgorithm
 from wfm_ds.sampling.denoise import step_seeds
 from wfm_ds.sampling.edm import Churn, EdmPlan, edm_plan
-from wfm_ds.sampling.noise import drawn_normal, noisy_latents, seeded_normal
+from wfm_ds.sampling.noise import drawn_normal, noised, noisy_latents, seeded_normal
 from wfm_ds.seeds import derive_seed
 from wfm_ds.types import ConditionalFrames
 
 if TYPE_CHECKING:
+    from wfm_ds.recipe.algorithms.base import ModelFacts
     from wfm_ds.recipe.schema import Recipe
     from wfm_ds.types import Rollout
 
@@ -50,6 +52,7 @@ class DataNoise:
 
     sigma: float
     seed: int
+    of_rollout: bool  # what the rollout's own initial noise was drawn from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +124,9 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
     area = "ddrl"
     settings: DdrlAlgorithm
 
-    def __init__(self, recipe: Recipe, sigmas: Tensor) -> None:
+    def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelFacts | None = None) -> None:
         """The grid of the family counts for nothing: EDM solvers have their own."""
-        super().__init__(recipe, sigmas)
+        super().__init__(recipe, sigmas, model)
         self.on_policy = recipe.rl.rollout.policy != "reference"
         self.reference = self.settings.reference
         self.separate = self.settings.data_forward == "separate"
@@ -203,11 +206,12 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
 
     def _data_noise(self, rollout: Rollout, k: int, step: int) -> DataNoise:
         if self.settings.use_rl_sigma_and_noise:
-            return DataNoise(self.edm.steps[k].sigma, rollout.noise_seed)
+            return DataNoise(self.edm.steps[k].sigma, rollout.noise_seed, of_rollout=True)
         key = (step, rollout.seed, k)
         return DataNoise(
             data_sigma(self.run_seed, *key, video=rollout.clean_latents.ndim == 4),
             derive_seed(self.run_seed, "data_noise", *key),
+            of_rollout=False,
         )
 
     def assemble(self, terms: Sequence[DdrlTerm], rollouts: Sequence[Rollout], device: torch.device) -> DdrlBatch:
@@ -216,17 +220,20 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
         states = torch.stack([sample.states[t.index] for sample, t in zip(samples, terms, strict=True)])
         seeds = [step_seeds([sample.seed], t.index) for sample, t in zip(samples, terms, strict=True)]
         seen = noised_data(terms, samples, states)
+        of_terms = [t.sigma for t in terms], [t.weight for t in terms], [t.advantage for t in terms]
+        of_steps = [step.gain for step in steps], [step.std for step in steps]
+        sigma, weight, advantage, gain, std = columns(device, *of_terms, *of_steps)
         return DdrlBatch(
             latents=torch.cat([states, seen.latents]),
-            sigma=torch.cat([column([t.sigma for t in terms], device), seen.sigma]),
-            weight=column([t.weight for t in terms], device),
+            sigma=torch.cat([sigma, seen.sigma]),
+            weight=weight,
             prompts=[sample.prompt for sample in [*samples, *seen.samples]],
             conditional_frames=self._conditional_frames([*samples, *seen.samples], device),
             transitions=Transitions(
-                noise=drawn_normal(torch.cat(seeds).to(device), states),
-                gain=column([step.gain for step in steps], device),
-                std=column([step.std for step in steps], device),
-                advantage=column([t.advantage for t in terms], device),
+                noise=drawn_normal(on_device(torch.cat(seeds), device), states),
+                gain=gain,
+                std=std,
+                advantage=advantage,
             ),
             data=self._clean_data(seen, device),
             divided=any(t.num_parts > 1 for t in terms),
@@ -235,7 +242,7 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
     def _clean_data(self, seen: NoisedData, device: torch.device) -> CleanData | None:
         if self.settings.data_beta == 0:
             return None
-        terms = torch.tensor(seen.rows, dtype=torch.int64, device=device)
+        terms = on_device(torch.tensor(seen.rows, dtype=torch.int64), device)
         return CleanData(clean=seen.clean, noise=seen.noise, terms=terms)
 
     def _conditional_frames(self, samples: Sequence[Rollout], device: torch.device) -> ConditionalFrames | None:
@@ -243,7 +250,7 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
             return None
         latents = torch.stack([sample.data for sample in samples if sample.data is not None])
         return ConditionalFrames(
-            latents, torch.tensor([sample.num_conditional_frames for sample in samples], device=device)
+            latents, on_device(torch.tensor([sample.num_conditional_frames for sample in samples]), device)
         )
 
     def loss(self, velocity: Tensor, batch: DdrlBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
@@ -321,15 +328,20 @@ def noised_data(terms: Sequence[DdrlTerm], samples: Sequence[Rollout], like: Ten
     chosen = [(i, t.data, samples[i]) for i, t in enumerate(terms) if t.data is not None]
     if not chosen:
         none = like[:0]
-        return NoisedData(samples=[], rows=[], clean=none, noise=none, latents=none, sigma=column([], like.device))
+        return NoisedData(samples=[], rows=[], clean=none, noise=none, latents=none, sigma=like.new_empty(0))
     clean = torch.stack([sample.data for _, _, sample in chosen if sample.data is not None])
-    noise = seeded_normal([how.seed for _, how, _ in chosen], clean.shape[1:], like.device)
-    sigma = column([how.sigma for _, how, _ in chosen], like.device)
+    seeds = [how.seed for _, how, _ in chosen]
+    (sigma,) = columns(like.device, [how.sigma for _, how, _ in chosen])
+    if chosen[0][1].of_rollout:  # a setting of the recipe: so are all
+        noise = seeded_normal(seeds, clean.shape[1:], like.device)
+        latents = noisy_latents(clean, noise, sigma)
+    else:
+        latents, noise = noised(clean, sigma, seeds)
     return NoisedData(
         samples=[sample for _, _, sample in chosen],
         rows=[i for i, _, _ in chosen],
         clean=clean,
         noise=noise,
-        latents=noisy_latents(clean, noise, sigma),
+        latents=latents,
         sigma=sigma,
     )

@@ -8,7 +8,8 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from wfm_ds.algorithms.sft import EDGE, loss_weight
+from wfm_ds.algorithms.sft import loss_weight
+from wfm_ds.algorithms.terms import EDGE
 from wfm_ds.sampling.shapes import require_latents, require_vectors, sample_mean
 from wfm_ds.seeds import uniform
 

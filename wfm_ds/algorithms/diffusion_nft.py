@@ -6,8 +6,7 @@ old policy did well, away from what it did badly.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,21 +14,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wfm_ds.algorithms.base import RlAlgorithm, Stats, StepSamples, column, shared_out
-from wfm_ds.algorithms.batch import Term, TermBatch
-from wfm_ds.algorithms.plans import rollout_plan
-from wfm_ds.algorithms.terms import trained_step_indices
+from wfm_ds.algorithms.base import Stats
+from wfm_ds.algorithms.forward_process import ForwardBatch, ForwardProcess, ForwardTerm
 from wfm_ds.recipe.algorithms import NftAlgorithm
-from wfm_ds.sampling.noise import noisy_latents, seeded_normal
 from wfm_ds.sampling.shapes import require_latents, require_vectors, sample_mean
-from wfm_ds.seeds import derive_seed
 from wfm_kernels import nft_loss as fused_nft_loss
 
 if TYPE_CHECKING:
     from wfm_ds.recipe.algorithms import DecaySchedule
+    from wfm_ds.recipe.algorithms.base import ModelFacts
     from wfm_ds.recipe.schema import Recipe
-    from wfm_ds.sampling.denoise import Plan
-    from wfm_ds.types import Rollout
 
 # Decay of the old policy by preset: steps before the rise, value until then, rise per optimizer step, upper bound.
 OLD_DECAY_PRESETS = {
@@ -37,6 +31,8 @@ OLD_DECAY_PRESETS = {
     "standard": (0, 0.0, 0.001, 0.5),
     "slow": (75, 0.0, 0.0075, 0.999),
 }
+
+NEUTRAL = 0.5  # r of the advantage 0
 
 
 def nft_loss(
@@ -99,7 +95,7 @@ def reward_weights(advantages: Sequence[float] | npt.NDArray[np.float64], adv_cl
     advantage_B = np.asarray(advantages, dtype=np.float64)
     if advantage_B.ndim != 1 or not np.isfinite(advantage_B).all():
         raise ValueError(f"advantages must be finite, one per sample, got {advantages}")
-    return torch.from_numpy(np.clip(advantage_B / (2 * adv_clip_max) + 0.5, 0.0, 1.0)).float()
+    return torch.from_numpy(np.clip(advantage_B / (2 * adv_clip_max) + NEUTRAL, 0.0, 1.0)).float()
 
 
 def old_decay(setting: str | DecaySchedule, num_updates: int) -> float:
@@ -115,77 +111,25 @@ def old_decay(setting: str | DecaySchedule, num_updates: int) -> float:
     return min(initial + (num_updates - flat_steps) * slope, highest)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NftTerm(Term):
-    noise_seed: int
-    credit: float  # r, what becomes of the sample's advantage
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NftBatch(TermBatch):
-    """B terms: clean latents, and the noise that makes `latents` of them, [B, ...]; credit [B]."""
-
-    clean: Tensor
-    noise: Tensor
-    credit: Tensor
-
-
-class DiffusionNft(RlAlgorithm[NftTerm, NftBatch]):
+class DiffusionNft(ForwardProcess):
     Settings = NftAlgorithm
     area = "nft"
     rollout_policy = "old"
     settings: NftAlgorithm
 
-    def __init__(self, recipe: Recipe, sigmas: Tensor) -> None:
-        super().__init__(recipe, sigmas)
-        self.sigmas = [float(s) for s in sigmas[:-1]]
+    def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelFacts | None = None) -> None:
+        super().__init__(recipe, sigmas, model)
         self.references = ("old", "ref") if self.settings.kl_beta > 0 else ("old",)
 
-    def plan(self, step: int) -> Plan:
-        return rollout_plan(self.sampling, self.grid, run_seed=self.run_seed, step=step)
+    def credit(self, advantage: float) -> float:
+        """r, in [0, 1]."""
+        return float(reward_weights([advantage], self.settings.adv_clip_max)[0])
 
-    def updates(self, rollouts: StepSamples, advantages: Sequence[float | None], step: int) -> list[list[NftTerm]]:
-        rows_of = shared_out(len(rollouts.mine), rollouts.first, self.settings.updates_per_rollout)
-        return [
-            [
-                term
-                for row in rows
-                for term in self._terms(row, rollouts.mine[row], advantages[rollouts.first + row], step)
-            ]
-            for rows in rows_of
-        ]
+    def has_gradient(self, term: ForwardTerm, current: Set[str]) -> bool:
+        """At v = v_old the two halves of the loss pull equally hard against each other where r is 1/2."""
+        return self.settings.kl_beta > 0 or "old" not in current or self.credit(term.advantage) != NEUTRAL
 
-    def _terms(self, row: int, rollout: Rollout, advantage: float | None, step: int) -> list[NftTerm]:
-        seed = derive_seed(self.run_seed, "timesteps", step, rollout.seed)
-        credit = 0.5 if advantage is None else float(reward_weights([advantage], self.settings.adv_clip_max)[0])
-        return [
-            NftTerm(
-                row=row,
-                sigma=self.sigmas[k],
-                noise_seed=derive_seed(self.run_seed, "train_noise", step, rollout.seed, k),
-                credit=credit,
-                weight=0.0 if advantage is None else 1.0,
-            )
-            for k in trained_step_indices(len(self.sigmas), self.settings.timestep_fraction, seed)
-        ]
-
-    def assemble(self, terms: Sequence[NftTerm], rollouts: Sequence[Rollout], device: torch.device) -> NftBatch:
-        """Noise follows from each term's seed."""
-        samples = [rollouts[t.row] for t in terms]
-        clean = torch.stack([s.clean_latents for s in samples])
-        noise = seeded_normal([t.noise_seed for t in terms], clean.shape[1:], device)
-        sigma = column([t.sigma for t in terms], device)
-        return NftBatch(
-            latents=noisy_latents(clean, noise, sigma),
-            sigma=sigma,
-            weight=column([t.weight for t in terms], device),
-            prompts=[s.prompt for s in samples],
-            clean=clean,
-            noise=noise,
-            credit=column([t.credit for t in terms], device),
-        )
-
-    def loss(self, velocity: Tensor, batch: NftBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
+    def loss(self, velocity: Tensor, batch: ForwardBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
         loss_B, stats = nft_loss(
             velocity,
             references.get("old", velocity),

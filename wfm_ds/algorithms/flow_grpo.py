@@ -1,5 +1,5 @@
 """Policy gradients on denoise steps: Flow-GRPO (arXiv 2505.05470), and as settings of it Flow-GRPO-Fast, MixGRPO
-(2507.21802), DanceGRPO (2505.07818) and GRPO-Guard (2510.22319).
+(2507.21802), DanceGRPO (2505.07818), GRPO-Guard (2510.22319) and Flow-DPPO (2606.11025).
 
 A stochastic solver makes each noisy step a draw x' ~ N(mu, s^2) with mu = c_x*x + c_v*v. The rollout, by the trained
 weights themselves, keeps (x, x', log-probability); the loss asks the denoiser again at x and raises or lowers the
@@ -17,11 +17,19 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from wfm_ds.algorithms.base import RlAlgorithm, Stats, StepSamples, column, shared_out
+from wfm_ds.algorithms.base import RlAlgorithm, Stats, StepSamples, shared_out
 from wfm_ds.algorithms.batch import Term, TermBatch
 from wfm_ds.algorithms.plans import rollout_plan
+from wfm_ds.algorithms.ratio import (
+    clipped_policy_loss,
+    divergence_policy_loss,
+    outside_clip,
+    ratio_stats,
+    step_divergence,
+)
 from wfm_ds.algorithms.terms import trained_step_indices
 from wfm_ds.errors import RecipeError
+from wfm_ds.pinned import columns, on_device
 from wfm_ds.recipe.algorithms import FlowGrpoAlgorithm
 from wfm_ds.sampling.plan import STD, possible_steps
 from wfm_ds.sampling.shapes import require_vectors, sample_mean
@@ -29,6 +37,7 @@ from wfm_ds.seeds import derive_seed
 from wfm_kernels import sde_log_prob
 
 if TYPE_CHECKING:
+    from wfm_ds.recipe.algorithms.base import ModelFacts
     from wfm_ds.recipe.sampling import SamplingRecipe
     from wfm_ds.recipe.schema import Recipe
     from wfm_ds.sampling.denoise import FlowPlan, Plan
@@ -36,17 +45,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-START_DEVIATION = 0.1  # of the clip range, by which ratios may miss 1 before the first update of an RL step
-
-
-def clipped_policy_loss(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """max(-A*rho, -A*clip(rho, 1 - clip_low, 1 + clip_high)) of each term [B], rho = exp(log_ratio); all [B] float32.
-
-    Raises ValueError for other shapes: a [B,1] would give every term the mean credit.
-    """
-    require_vectors(log_ratio, log_ratio=log_ratio, advantage=advantage)
-    ratio = torch.exp(log_ratio)
-    return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip_low, 1 + clip_high))
+START_DEVIATION = 0.1  # of the trust region, by which a policy may miss itself before the first update of an RL step
 
 
 def drift(old_log_prob: Tensor, rollout_log_prob: Tensor, clip_range: float) -> Tensor:
@@ -109,13 +108,25 @@ class TransitionBatch(TermBatch):
     first: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """B terms under the trained weights and under the old ones: [B] float32, with gradient by `log_ratio` alone."""
+
+    log_prob: Tensor
+    old_log_prob: Tensor
+    log_ratio: Tensor  # the guarded one, with the guard
+    divergence: Tensor | None  # from the old policy, where the trust region is about it
+    drift: Tensor | None  # of the old policy from the rollout's, in sizes of the trust region, where samples are stale
+    start: Tensor | None  # divergence from the rollout before the first update, where both are known
+
+
 class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
     Settings = FlowGrpoAlgorithm
     area = "policy"
     settings: FlowGrpoAlgorithm
 
-    def __init__(self, recipe: Recipe, sigmas: Tensor) -> None:
-        super().__init__(recipe, sigmas)
+    def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelFacts | None = None) -> None:
+        super().__init__(recipe, sigmas, model)
         s = self.settings
         # Samples of older weights: ratios are either to the weights that sampled (`rollout`), or to those at the start
         # of the RL step, and then terms that these weights no longer make are dropped.
@@ -124,11 +135,13 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         self.recalls_old = s.old_log_prob == "recompute" or self.drops_stale
         self.references = (*(["old"] if self.recalls_old else []), *(["ref"] if s.kl_beta > 0 else []))
         self.clip_low, self.clip_high = s.clip_ratio_low or s.clip_ratio, s.clip_ratio_high or s.clip_ratio
-        # A ratio of the first update needs no stored mean unless it is to be the rollout's.
-        self.keep_means = s.guard and (
-            s.old_log_prob == "rollout"
-            or (s.old_log_prob == "auto" and s.updates_per_rollout > 1 and not self.recalls_old)
+        self.by_divergence = s.trust_region == "divergence"
+        self.compares_means = s.guard or self.by_divergence
+        # A comparison in the first update needs no stored mean unless it is to be with the rollout's.
+        with_rollout = s.old_log_prob == "rollout" or (
+            s.old_log_prob == "auto" and s.updates_per_rollout > 1 and not self.recalls_old
         )
+        self.keep_means = (self.compares_means and with_rollout) or (self.by_divergence and self.drops_stale)
         # What a step is when it is noisy does not depend on the window.
         everywhere = self._plan(self.sampling.model_copy(update={"window": None}), step=1)
         self.table, self.steps = everywhere.table, everywhere.steps
@@ -201,17 +214,19 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         dt = [self.steps[k].sigma_next - self.steps[k].sigma for k in indices]
         scale = kl_scale(self.settings.kl_type, coefficients, torch.tensor(dt, dtype=torch.float64))
         means = [t.mean for t in stored if t.mean is not None]
+        of_terms = [t.sigma for t in terms], [t.weight for t in terms], [t.advantage for t in terms]
+        sigma, weight, advantage, dt_B, scale_B = columns(device, *of_terms, dt, scale.tolist())
         return TransitionBatch(
             latents=torch.stack([t.latents for t in stored]),
-            sigma=column([t.sigma for t in terms], device),
-            weight=column([t.weight for t in terms], device),
+            sigma=sigma,
+            weight=weight,
             prompts=[rollouts[t.row].prompt for t in terms],
             next_latents=torch.stack([t.next_latents for t in stored]),
-            coefficients=coefficients.to(device),
-            dt=column(dt, device),
-            kl_scale=scale.float().to(device),
-            advantage=column([t.advantage for t in terms], device),
-            index=torch.tensor(indices, device=device),
+            coefficients=on_device(coefficients, device),
+            dt=dt_B,
+            kl_scale=scale_B,
+            advantage=advantage,
+            index=on_device(torch.tensor(indices), device),
             steps=tuple(t.index for t in rollouts[0].transitions),
             rollout_log_prob=torch.stack([t.log_prob for t in stored]),
             rollout_mean=torch.stack(means) if means else None,
@@ -219,25 +234,45 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         )
 
     def loss(self, velocity: Tensor, batch: TransitionBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
-        s, log_prob = self.settings, self._log_prob(velocity, batch)
-        old_log_prob = self._old_log_prob(log_prob, batch, references)
-        log_ratio = self._guarded(velocity, batch, references) if s.guard else log_prob - old_log_prob
-        policy = clipped_policy_loss(log_ratio, batch.advantage, self.clip_low, self.clip_high)
+        s, compared = self.settings, self._compared(velocity, batch, references)
+        policy = self._policy_loss(compared, batch.advantage)
         if s.guard and s.guard_reweight:
             policy = policy / -batch.dt
         staleness: Stats = {}
-        if self.drops_stale:
-            moved = drift(old_log_prob, batch.rollout_log_prob, min(self.clip_low, self.clip_high))
-            dropped = moved > s.max_drift
+        if compared.drift is not None:
+            dropped = compared.drift > s.max_drift
             policy = policy.masked_fill(dropped, 0.0)
-            staleness = {"policy/drift": moved, "policy/dropped_fraction": dropped.float()}
+            staleness = {"policy/drift": compared.drift, "policy/dropped_fraction": dropped.float()}
         loss, stats = policy, {"loss/policy": policy.detach()}
         if "ref" in references:
             kl = batch.kl_scale * sample_mean((velocity - references["ref"]).square())
             loss = policy + s.kl_beta * kl
             stats |= {"loss/kl": kl.detach(), "kl/ref": kl.detach()}
-        measured = self._measured(log_ratio.detach(), log_prob.detach(), old_log_prob, batch)
-        return loss, stats | staleness | measured
+        return loss, stats | staleness | self._measured(compared, batch)
+
+    def _policy_loss(self, compared: Compared, advantage: Tensor) -> Tensor:
+        if compared.divergence is None:
+            return clipped_policy_loss(compared.log_ratio, advantage, self.clip_low, self.clip_high)
+        return divergence_policy_loss(compared.log_ratio, compared.divergence, advantage, self.settings.divergence)
+
+    def _compared(self, velocity: Tensor, batch: TransitionBatch, references: Mapping[str, Tensor]) -> Compared:
+        log_prob, std = self._log_prob(velocity, batch), batch.coefficients[:, STD].float()
+        old_log_prob = self._old_log_prob(log_prob, batch, references)
+        log_ratio, divergence, moved, start = log_prob - old_log_prob, None, None, None
+        if self.compares_means:
+            mean = self._mean(velocity, batch)
+            old_mean = self._old_mean(mean, batch, references)
+            if self.settings.guard:
+                log_ratio = guarded_log_ratio(mean, old_mean, batch.next_latents, std)
+            if self.by_divergence:
+                divergence = step_divergence(mean, old_mean, std)
+                if self.drops_stale:
+                    moved = step_divergence(old_mean, _stored(batch.rollout_mean), std) / self.settings.divergence
+                if batch.first and batch.rollout_mean is not None:
+                    start = step_divergence(mean, batch.rollout_mean, std)
+        if self.drops_stale and not self.by_divergence:
+            moved = drift(old_log_prob, batch.rollout_log_prob, min(self.clip_low, self.clip_high))
+        return Compared(log_prob.detach(), old_log_prob.detach(), log_ratio, divergence, moved, start)
 
     def _log_prob(self, velocity: Tensor, batch: TransitionBatch) -> Tensor:
         return sde_log_prob(velocity, batch.latents, batch.next_latents, batch.coefficients)
@@ -257,49 +292,63 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
             case "recomputed":
                 return self._log_prob(references["old"], batch)
 
-    def _guarded(self, velocity: Tensor, batch: TransitionBatch, references: Mapping[str, Tensor]) -> Tensor:
-        mean = self._mean(velocity, batch)
+    def _old_mean(self, mean: Tensor, batch: TransitionBatch, references: Mapping[str, Tensor]) -> Tensor:
         match self._old(batch, references):
             case "own":
-                old_mean = mean.detach()
+                return mean.detach()
             case "rollout":
-                assert batch.rollout_mean is not None
-                old_mean = batch.rollout_mean
+                return _stored(batch.rollout_mean)
             case "recomputed":
-                old_mean = self._mean(references["old"], batch)
-        return guarded_log_ratio(mean, old_mean, batch.next_latents, batch.coefficients[:, STD].float())
+                return self._mean(references["old"], batch)
 
     def _mean(self, velocity: Tensor, batch: TransitionBatch) -> Tensor:
         c_x, c_v = (batch.coefficients[:, i].float().view(-1, *[1] * (velocity.ndim - 1)) for i in (0, 1))
         return c_x * batch.latents + c_v * velocity
 
-    def _measured(self, log_ratio: Tensor, log_prob: Tensor, old_log_prob: Tensor, batch: TransitionBatch) -> Stats:
+    def _outside(self, compared: Compared) -> tuple[Tensor, Tensor]:
+        """Tell which terms [B] have left the trust region towards a higher, and which towards a lower probability."""
+        log_ratio = compared.log_ratio.detach()
+        if compared.divergence is None:
+            return outside_clip(log_ratio, self.clip_low, self.clip_high)
+        far = compared.divergence >= self.settings.divergence
+        return far & (log_ratio > 0), far & (log_ratio < 0)
+
+    def _measured(self, compared: Compared, batch: TransitionBatch) -> Stats:
         """Measure how far the policy has moved; all detached [B]."""
-        deviation, positive = torch.expm1(log_ratio), batch.advantage > 0
-        higher, lower = deviation > self.clip_high, deviation < -self.clip_low
-        stats: Stats = {
-            "policy/ratio_mean": 1 + deviation,
-            "policy/ratio_std": deviation,  # that of the ratio, without the digits that its 1 costs
-            "policy/ratio_max_abs_dev": deviation.abs(),
-            "policy/clip_fraction_higher": higher.float(),
-            "policy/clip_fraction_lower": lower.float(),
-            "policy/clip_fraction_active": torch.where(positive, higher, lower & (batch.advantage < 0)).float(),
-            "policy/approx_kl": 0.5 * (log_prob - old_log_prob).square(),
+        log_prob, deviation = compared.log_prob, torch.expm1(compared.log_ratio.detach())
+        stats = ratio_stats(compared.log_ratio.detach(), *self._outside(compared), batch.advantage) | {
+            "policy/approx_kl": 0.5 * (log_prob - compared.old_log_prob).square(),
             "policy/log_prob_mean": log_prob,
         }
+        if compared.divergence is not None:
+            stats |= {"policy/divergence": compared.divergence, "policy/divergence_max": compared.divergence}
         for k in batch.steps:
             stats[f"policy/step{k}/ratio_std"] = deviation, (batch.index == k).float()
         if batch.first:
             stats["policy/ratio_start_abs_dev"] = torch.expm1(log_prob - batch.rollout_log_prob).abs()
+        if compared.start is not None:
+            stats["policy/divergence_start"] = compared.start
         return stats
 
     def review(self, metrics: Mapping[str, float]) -> None:
-        deviation, bound = metrics.get("policy/ratio_start_abs_dev", 0.0), min(self.clip_low, self.clip_high)
-        if deviation > START_DEVIATION * bound and not self.stale:
+        if self.by_divergence:
+            missed, what = metrics.get("policy/divergence_start", 0.0), "policies diverge by"
+            bound, region = self.settings.divergence, "algorithm.divergence"
+        else:
+            missed, what = metrics.get("policy/ratio_start_abs_dev", 0.0), "ratios miss 1 by"
+            bound, region = min(self.clip_low, self.clip_high), "the clip range"
+        if missed > START_DEVIATION * bound and not self.stale:
             log.warning(
-                "before the first update ratios miss 1 by %.1e on average, over %.0f %% of the clip range %.1e: "
+                "before the first update %s %.1e on average, over %.0f %% of %s %.1e: "
                 "rollout and training disagree about log-probabilities; set algorithm.old_log_prob to recompute",
-                deviation,
+                what,
+                missed,
                 100 * START_DEVIATION,
+                region,
                 bound,
             )
+
+
+def _stored(mean: Tensor | None) -> Tensor:
+    assert mean is not None  # the plan keeps means where they are compared
+    return mean

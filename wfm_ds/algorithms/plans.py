@@ -43,3 +43,9 @@ def rollout_plan(
         keep_means=keep_means,
         gaussian=gaussian,
     )
+
+
+def exploring_plan(sampling: SamplingRecipe, sigmas: Tensor) -> FlowPlan:
+    """The candidates' plan on their own grid [N+1], of fewer steps than the rollout's: its solver without noise, which
+    belongs to the steps of the rollout."""
+    return deterministic_plan("ode" if sampling.is_stochastic else sampling.solver, sigmas)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the noise levels that samples are trained on, and the velocity-matching loss.
+"""Supervised fine-tuning: the velocity-matching loss, and the noise levels at which any supervised algorithm trains.
 
 Noise levels are drawn in q in (0, 1), which the family's shift turns into sigma; larger q means more noise.
 """
@@ -8,28 +8,45 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from wfm_ds.algorithms.terms import keyed_permutation
+from wfm_ds.algorithms.base import Stats
+from wfm_ds.algorithms.supervised import Supervised
+from wfm_ds.algorithms.terms import EDGE, keyed_permutation
+from wfm_ds.recipe.algorithms import SftAlgorithm
 from wfm_ds.sampling.schedule import shifted, unshifted
-from wfm_ds.sampling.shapes import require_latents, require_vectors, sample_mean
+from wfm_ds.sampling.shapes import require_vectors
 from wfm_ds.seeds import uniform
 
 if TYPE_CHECKING:
-    from wfm_ds.recipe.algorithms import SftAlgorithm
+    from wfm_ds.recipe.algorithms import SupervisedSettings
 
 NUM_BUCKETS = 8  # equal parts of q, in sft/loss_bucket<j> and val/loss_bucket<j>
 MAX_SIGMA_SQRT_WEIGHT = 100.0
 MIN_SNR_GAMMA = 5.0
-EDGE = 2.0**-33  # draws keep this distance from 0 and 1: sigma 0 has no velocity to learn
 
 
-def density_quantile(algorithm: SftAlgorithm, a: Tensor) -> Tensor:
+class Sft(Supervised):
+    """Velocity matching: the error of each sample, weighted by its noise level."""
+
+    area = "sft"
+    settings: SftAlgorithm
+
+    def loss(self, errors: Tensor, sigma: Tensor, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
+        require_vectors(errors[0], sigma=sigma)
+        return loss_weight(self.settings.loss_weighting, sigma) * errors[0], {}
+
+    def held_out(self, errors: Tensor, references: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Unweighted, so that runs of different weightings can be compared."""
+        return errors[0], {}
+
+
+def density_quantile(algorithm: SupervisedSettings, a: Tensor) -> Tensor:
     """The q below which the share `a` of the density lies: a in (0, 1) float64, q of the same shape, increasing in a.
 
     `mode` is f_mode of the SD3 paper (arXiv 2403.03206), there written for 1 - a.
@@ -56,12 +73,12 @@ class Band:
 WHOLE = Band()
 
 
-def density_bands(algorithm: SftAlgorithm, shift: float, ranges: Sequence[tuple[float, float]]) -> list[Band]:
+def density_bands(algorithm: SupervisedSettings, shift: float, ranges: Sequence[tuple[float, float]]) -> list[Band]:
     """Share the density among the experts with these [low, high) of sigma, in their order."""
     return [Band(low, high, *(_share_below(algorithm, shift, sigma) for sigma in (low, high))) for low, high in ranges]
 
 
-def _share_below(algorithm: SftAlgorithm, shift: float, sigma: float) -> float:
+def _share_below(algorithm: SupervisedSettings, shift: float, sigma: float) -> float:
     """The share of the density at noise levels below sigma in [0, 1]: density_quantile inverted by bisection."""
     if sigma in (0.0, 1.0):
         return sigma
@@ -88,7 +105,7 @@ def drawn_experts(bands: Sequence[Band], run_seed: int, step: int, num_micro_ste
 
 
 def training_sigmas(
-    algorithm: SftAlgorithm,
+    algorithm: SupervisedSettings,
     shift: float,
     *,
     run_seed: int,
@@ -156,36 +173,12 @@ def loss_weight(kind: str, sigma: Tensor) -> Tensor:
     raise ValueError(f"{kind!r} is not a loss weighting; choose none, sigma_sqrt, cosmap, edm and min_snr")
 
 
-def flow_loss(
-    velocity: Tensor,
-    clean_latents: Tensor,
-    noise: Tensor,
-    sigma: Tensor,
-    weighting: str = "none",
-    *,
-    conditional_mask: Tensor | None = None,
-) -> Tensor:
-    """weight(sigma) * mean((velocity - (noise - clean_latents))^2) of each sample: [B], unreduced.
-
-    Latents and velocity [B,C,h,w] or [B,C,T,h,w] float32, sigma [B] float32. conditional_mask [B,1,T,1,1] float32: 1 on
-    frames that were given to the network instead of predicted: the mean is over the others. ValueError for other
-    shapes and dtypes.
-    """
-    require_latents(velocity=velocity, clean_latents=clean_latents, noise=noise)
-    require_vectors(velocity, sigma=sigma)
-    square_error = (velocity - (noise - clean_latents)).square()
-    if conditional_mask is not None and conditional_mask.shape != (len(velocity), 1, *velocity.shape[2:3], 1, 1):
-        raise ValueError(
-            f"conditional_mask must be [B,1,T,1,1] for {list(velocity.shape)}, got {list(conditional_mask.shape)}"
-        )
-    free = None if conditional_mask is None else 1 - conditional_mask
-    return loss_weight(weighting, sigma) * sample_mean(square_error, free)
-
-
-def conditional_counts(algorithm: SftAlgorithm, draws: Sequence[float]) -> Tensor:
+def conditional_counts(algorithm: SupervisedSettings, draws: Sequence[float]) -> Tensor | None:
     """The number of first latent frames that each sample is given: [B] int64, uniform over the recipe's range by its
-    draw in [0, 1)."""
+    draw in [0, 1). None where the recipe gives none."""
     low, high = algorithm.min_num_conditional_frames, algorithm.max_num_conditional_frames
+    if high == 0:
+        return None
     return torch.tensor([low + int(u * (high - low + 1)) for u in draws])
 
 

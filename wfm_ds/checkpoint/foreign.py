@@ -14,7 +14,7 @@ from torch import Tensor
 from wfm_ds.checkpoint.export import LORA_FILES, LORA_FOLDER, LORA_PREFIX
 from wfm_ds.checkpoint.target import ExportTarget
 from wfm_ds.engine.engine import persistent_buffers
-from wfm_ds.errors import ModelError, UserError
+from wfm_ds.errors import ModelError, UserError, is_out_of_memory
 from wfm_ds.models.loading import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -91,6 +91,8 @@ class DeepSpeedWeights:
         try:
             states = get_fp32_state_dict_from_zero_checkpoint(str(root), tag=tag)
         except PICKLE_ERRORS as error:
+            if is_out_of_memory(error):
+                raise
             reason = " ".join(str(error).split())[:300]
             raise UserError(f"{folder} cannot be read as a DeepSpeed checkpoint ({reason})") from error
         self.target, self.states = target, own_names(states)

@@ -12,12 +12,13 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from wfm_ds.data.samples import printable
 from wfm_ds.storage import atomic
+from wfm_ds.storage.regular import read_regular
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,22 @@ class CaptionCache:
             return {os.path.join(self.folder, name): entry for name, entry in content["captions"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return {}
+
+
+def read_caption(path: str, kept: CaptionCache | None, parse: Callable[[bytes], Any]) -> Any:
+    """Return what `parse` makes of a caption file's bytes, JSON or None; None for a file that cannot be read."""
+    try:
+        if kept is None:
+            return parse(read_regular(path))
+        state = kept.state(path)
+        known, caption = kept.kept(path, state)
+        if known:
+            return caption
+        caption = parse(read_regular(path))
+    except OSError:
+        return None
+    kept.keep(path, state, caption)
+    return caption
 
 
 def user_cache() -> Path:

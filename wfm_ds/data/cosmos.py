@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
+from wfm_ds.data.caption_cache import CaptionCache, read_caption
 from wfm_ds.data.paired import file_id, walk
 from wfm_ds.data.samples import IMAGE_SUFFIXES, VIDEO_SUFFIXES, LocalFile, Sample, SampleSet
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError
-from wfm_ds.storage.regular import read_regular
 from wfm_ds.types import Prompt
 
 MEDIA_FOLDERS = {"videos": VIDEO_SUFFIXES, "images": IMAGE_SUFFIXES}
@@ -19,31 +20,44 @@ SAFE_SUFFIX, PICKLE_SUFFIXES = ".safetensors", (".pickle", ".pkl")
 class CosmosFolder(SampleSet):
     """Captioned media of a Cosmos folder. An id is NAME, which may be a path below the three folders."""
 
-    def __init__(self, folder: Path, *, allow_pickle: bool = False, max_bad_fraction: float) -> None:
+    def __init__(
+        self, folder: Path, *, allow_pickle: bool = False, max_bad_fraction: float, cache_dir: Path | None = None
+    ) -> None:
         """`allow_pickle`: embeddings in pickles count, too; a safetensors file of the same name goes first.
+        `cache_dir`: where captions are kept for the next scan (caption_cache.py); None: nowhere.
 
         Raises DataError if there is no usable sample, or if more than this share of the entries is bad.
         """
         super().__init__(str(folder))
         if not (folder / "metas").is_dir() or not any((folder / name).is_dir() for name in MEDIA_FOLDERS):
             raise DataError(f"{folder} is not a Cosmos folder: it must hold metas/ and videos/ (or images/)")
+        kept = None if cache_dir is None else CaptionCache(folder, cache_dir, now_ns=time.time_ns())
         captions = files_by_id(folder / "metas", frozenset({".txt"}))
         media = [files_by_id(folder / name, suffixes) for name, suffixes in MEDIA_FOLDERS.items()]
         embeddings = find_embeddings(folder, allow_pickle=allow_pickle)
         for sample_id in sorted(set(captions).union(*media)):
             LIVENESS.advance()
             found = [path for files in media for path in files.get(sample_id, [])]
-            self._add(sample_id, captions.get(sample_id, []), found, embeddings.get(sample_id))
+            self._add(sample_id, captions.get(sample_id, []), found, embeddings.get(sample_id), kept)
+        if kept is not None:
+            kept.save()
         self.check(max_bad_fraction)
 
-    def _add(self, sample_id: str, captions: list[Path], media: list[Path], embedding: Path | None) -> None:
+    def _add(
+        self,
+        sample_id: str,
+        captions: list[Path],
+        media: list[Path],
+        embedding: Path | None,
+        kept: CaptionCache | None,
+    ) -> None:
         if len(captions) > 1 or len(media) > 1:
             self.reject("ambiguous", str((media + captions)[0]))
         elif not media:
             self.reject("no_media", str(captions[0]))
         elif not captions:
             self.reject("no_json", str(media[0]))
-        elif (text := read_text(captions[0])) is None:
+        elif (text := read_caption(str(captions[0]), kept, text_of)) is None:
             self.reject("no_prompt", str(captions[0]))
         else:
             prompt = Prompt(id=sample_id, text=text)
@@ -74,9 +88,9 @@ def files_by_id(folder: Path, suffixes: frozenset[str]) -> dict[str, list[Path]]
     return files
 
 
-def read_text(path: Path) -> str | None:
-    """Return a caption file's text, stripped; None if it is empty, unreadable or not UTF-8."""
+def text_of(data: bytes) -> str | None:
+    """Return a caption file's text, stripped; None if it is empty or not UTF-8."""
     try:
-        return read_regular(path).decode("utf-8-sig").strip() or None
-    except (OSError, UnicodeDecodeError):
+        return data.decode("utf-8-sig").strip() or None
+    except UnicodeDecodeError:
         return None

@@ -17,6 +17,7 @@ from wfm_ds.data.cosmos import CosmosFolder
 from wfm_ds.data.media import load_media
 from wfm_ds.data.order import BatchSource
 from wfm_ds.data.paired import PairedFolder
+from wfm_ds.data.pairs import pair_set
 from wfm_ds.data.pixels import BadMedia, Framing, centre
 from wfm_ds.data.prompts import load_prompt_file, load_prompts
 from wfm_ds.data.samples import NUM_SHOWN, REASONS, Media, Sample, SampleSet
@@ -73,11 +74,11 @@ def load_data(recipe: Recipe) -> TrainingData:
     if data.kind == "prompts":
         prompts = load_prompts(data.folder, data.name, data.split)
     elif recipe.is_rl:
-        found = scanned(data, data.shards)
+        found = scanned(data, data.shards, pairs=False)
         samples, bad = found.samples, found.bad
         prompts = [sample.prompt for sample in samples]
     else:
-        found = scanned(data, data.shards)
+        found = scanned(data, data.shards, pairs=recipe.algorithm.takes_pairs)
         (samples, held_out), bad = divided(found, recipe), found.bad
     of_data = distinct(held_out or samples) if samples else prompts
     shown = load_prompt_file(validation.prompts) if validation.prompts else of_data
@@ -89,30 +90,43 @@ def divided(found: SampleSet, recipe: Recipe) -> tuple[list[Sample], list[Sample
     """Return the samples that SFT trains on, and those that it holds out."""
     data, validation = recipe.data, recipe.validation
     if validation.path is not None:
-        return found.samples, scanned(data, [validation.path]).samples
+        return found.samples, scanned(data, [validation.path], pairs=recipe.algorithm.takes_pairs).samples
     samples, held_out = found.split(validation.holdout)
     if not samples:
         raise DataError(f"{data.path}: validation.holdout {validation.holdout} leaves nothing to train on: lower it")
     return samples, held_out
 
 
-def scanned(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
-    """Scan these paths, one unless they name tar shards; log what cannot be used."""
+def scanned(data: DataRecipe, paths: Sequence[str], *, pairs: bool) -> SampleSet:
+    """Scan these paths, one unless they name tar shards; log what cannot be used. `pairs`: the algorithm needs them,
+    else single media. Raises DataError where a kind of the user's own has the other."""
     found = sample_set(data, paths)
+    check_pairs(found, pairs)
     for reason, names in found.bad.items():
         log.warning("%s: %d skipped, %s, e.g. %s", found.source, len(names), REASONS[reason], names[0])
     return found
 
 
+def check_pairs(found: SampleSet, pairs: bool) -> None:
+    wrong = next((sample for sample in found.samples if (sample.rejected is not None) != pairs), None)
+    if wrong is not None:
+        wanted = "a pair: give it the medium `rejected`" if pairs else "one medium: leave out `rejected`"
+        raise DataError(f"{found.source}: for this algorithm {wrong.id} must be {wanted}")
+
+
 def sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
     if data.is_own_kind:
         return own_sample_set(data, paths)
+    if data.kind == "pairs":
+        return pair_set(paths, cache_dir=data.cache_dir, max_bad_fraction=data.max_bad_fraction)
     if data.kind == "webdataset":
         return TarShards(paths, cache_dir=data.cache_dir, max_bad_fraction=data.max_bad_fraction)
-    (folder,) = map(Path, paths)
+    (folder,), cache_dir = map(Path, paths), data.cache_dir or user_cache()
     if data.kind == "cosmos":
-        return CosmosFolder(folder, allow_pickle=data.allow_pickle, max_bad_fraction=data.max_bad_fraction)
-    return PairedFolder(folder, max_bad_fraction=data.max_bad_fraction, cache_dir=data.cache_dir or user_cache())
+        return CosmosFolder(
+            folder, allow_pickle=data.allow_pickle, max_bad_fraction=data.max_bad_fraction, cache_dir=cache_dir
+        )
+    return PairedFolder(folder, max_bad_fraction=data.max_bad_fraction, cache_dir=cache_dir)
 
 
 def own_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
@@ -196,7 +210,9 @@ def readable(
             break
         LIVENESS.advance()
         try:
-            load_media(sample.media, buckets.framing_of(sample.media), centre)
+            framing = buckets.framing_of(sample.media)
+            for media in sample.all_media:
+                load_media(media, framing, centre)
         except BadMedia as error:
             broken.append(error)
         else:

@@ -48,8 +48,16 @@ def caption(digit: int) -> dict[str, str | int]:
     return {"prompt": f"the digit {digit}", "label": digit}
 
 
+def pair(number: int, labels: npt.NDArray[np.int64]) -> dict[str, str | int]:
+    """Return the line of pairs.jsonl about the image with this index."""
+    others = np.flatnonzero(np.roll(labels, -number) != labels[number])
+    files = [f"images/{index % len(labels) + 1:04}.png" for index in (number, number + int(others[0]))]
+    return {**caption(int(labels[number])), "chosen": files[0], "rejected": files[1]}
+
+
 def write_digits(out: Path) -> int:
-    """Write images/NNNN.png and .json (899 pairs) and prompts/train.jsonl; return the number of pairs.
+    """Write images/NNNN.png and .json (899 captioned images), prompts/train.jsonl, and pairs.jsonl, in which each image
+    is preferred to the next one of another digit; return the number of images.
 
     The same bytes on every run with the same versions. Raises DataError if the folder exists and is not empty.
     """
@@ -61,6 +69,8 @@ def write_digits(out: Path) -> int:
     for number, (image, label) in enumerate(zip(images, labels, strict=True), start=1):
         Image.fromarray(image).convert("RGB").save(out / "images" / f"{number:04}.png", optimize=False)
         (out / "images" / f"{number:04}.json").write_text(json.dumps(caption(int(label))) + "\n")
+    lines = [json.dumps(pair(number, labels)) + "\n" for number in range(len(labels))]
+    (out / "pairs.jsonl").write_text("".join(lines))
     lines = [json.dumps(caption(digit)) + "\n" for digit in range(10)]
     (out / "prompts" / "train.jsonl").write_text("".join(lines))
     return len(images)
@@ -72,7 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="wfm_ds.data.digits", description="Write the quickstart's data.")
-    p.add_argument("out_dir", type=Path, help="a new or empty folder; gets images/ (SFT) and prompts/ (RL)")
+    p.add_argument(
+        "out_dir", type=Path, help="a new or empty folder; gets images/ (SFT), pairs.jsonl (DPO) and prompts/ (RL)"
+    )
     return p
 
 

@@ -46,15 +46,19 @@ def sample_index(position: int, num_samples: int, seed: int, shuffle: bool) -> i
 
 @functools.lru_cache(maxsize=4)  # an epoch and its neighbour, for training and for validation
 def epoch_order(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """A permutation of range(num_samples), read-only.
+    """A permutation of range(num_samples), read-only."""
+    order = permuted(num_samples, derive_seed(seed, "data_order", epoch))
+    order.flags.writeable = False
+    return order
+
+
+def permuted(count: int, seed: int) -> npt.NDArray[np.int64]:
+    """Return range(count) in an order that follows from the seed.
 
     Sorting raw 64-bit draws: numpy guarantees the raw stream of a bit generator, but not what `permutation` does with
     it, and a resumed run must see the same order after an upgrade.
     """
-    draws = np.random.PCG64(derive_seed(seed, "data_order", epoch)).random_raw(num_samples)
-    order = np.argsort(draws, kind="stable").astype(np.int64)
-    order.flags.writeable = False
-    return order
+    return np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable").astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +156,7 @@ class TrainingSample:
     framing: Framing | None  # of its pixels or latents
     pixels: npt.NDArray[np.uint8] | None  # [H,W,3] of an image, [F,H,W,3] of a video; None if there are latents
     latents: Any = None  # as the source's `cached` has them
+    rejected: TrainingSample | None = None  # of a pair: the same with the other medium, framed alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,21 +289,26 @@ class BatchSource:
 
     def _decode(self, place: Place, position: int) -> TrainingSample:
         sample, framing = self.samples[self.order.sample(place)], self.framings[place.bucket]
-        pixels = None
-        with decoding(sample.media):
-            latents = None if self.cached is None else self.cached(sample.media, framing)
-        if latents is None:
-            pixels = load_media(sample.media, framing, self._draw(place.epoch, sample.id))
-        return TrainingSample(
-            sample_id=sample.id,
-            epoch=place.epoch,
-            position=position,
-            prompt=sample.prompt,
-            media=sample.media,
-            framing=framing,
-            pixels=pixels,
-            latents=latents,
-        )
+
+        def decoded(media: Media, rejected: TrainingSample | None = None) -> TrainingSample:
+            pixels = None
+            with decoding(media):
+                latents = None if self.cached is None else self.cached(media, framing)
+            if latents is None:
+                pixels = load_media(media, framing, self._draw(place.epoch, sample.id))
+            return TrainingSample(
+                sample_id=sample.id,
+                epoch=place.epoch,
+                position=position,
+                prompt=sample.prompt,
+                media=media,
+                framing=framing,
+                pixels=pixels,
+                latents=latents,
+                rejected=rejected,
+            )
+
+        return decoded(sample.media, None if sample.rejected is None else decoded(sample.rejected))
 
     def _draw(self, epoch: int, sample_id: str) -> Draw:
         return lambda purpose: uniform(self.seed, purpose, epoch, sample_id)

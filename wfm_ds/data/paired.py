@@ -6,8 +6,9 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from wfm_ds.data.caption_cache import CaptionCache
+from wfm_ds.data.caption_cache import CaptionCache, read_caption
 from wfm_ds.data.samples import (
     MEDIA_SUFFIXES,
     LocalFile,
@@ -21,7 +22,6 @@ from wfm_ds.data.samples import (
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError
 from wfm_ds.storage.filesystem import shortened
-from wfm_ds.storage.regular import read_regular
 from wfm_ds.types import Prompt
 
 SUFFIXES = MEDIA_SUFFIXES | {".json"}
@@ -64,7 +64,7 @@ class PairedFolder(SampleSet):
             self.reject("no_media", captions[0])
         elif not captions:
             self.reject("no_json", media[0])
-        elif (prompt := read_caption(captions[0], sample_id, kept)) is None:
+        elif (prompt := read_prompt(captions[0], sample_id, kept)) is None:
             self.reject("no_prompt", captions[0])
         else:
             self.samples.append(Sample(id=sample_id, media=LocalFile(media[0]), prompt=prompt))
@@ -113,17 +113,12 @@ def _unreadable(error: OSError) -> None:
     raise DataError(f"{error.filename} cannot be listed: {error.strerror}") from error
 
 
-def read_caption(path: str, sample_id: str, kept: CaptionCache | None) -> Prompt | None:
+def read_prompt(path: str, sample_id: str, kept: CaptionCache | None) -> Prompt | None:
     """Return the prompt of one caption file, or None if it has none or cannot be read."""
-    try:
-        if kept is None:
-            return parse_caption(read_regular(path), sample_id)
-        state = kept.state(path)
-        known, caption = kept.kept(path, state)
-        if known:
-            return None if caption is None else unpack_prompt([sample_id, *caption])
-        prompt = parse_caption(read_regular(path), sample_id)
-    except OSError:
-        return None
-    kept.keep(path, state, None if prompt is None else pack_prompt(prompt)[1:])
-    return prompt
+
+    def packed(data: bytes) -> list[Any] | None:
+        prompt = parse_caption(data, sample_id)
+        return None if prompt is None else pack_prompt(prompt)[1:]
+
+    caption = read_caption(path, kept, packed)
+    return None if caption is None else unpack_prompt([sample_id, *caption])

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from wfm_ds.errors import RecipeError
 from wfm_ds.program import program
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from wfm_ds.distributed.world import World
     from wfm_ds.recipe.schema import Recipe
 
+T = TypeVar("T")
 TIMEOUT_S = 24 * 3600.0  # that ranks wait for the last of them
 
 
@@ -73,15 +74,25 @@ def prepare(recipe: Recipe, world: World) -> str:
     alike."""
     from wfm_ds.data.datasets import load_data
     from wfm_ds.data.shared import read_on_main
+    from wfm_ds.run.fit import keys_of
     from wfm_ds.run.model import load_model
+    from wfm_ds.run.out_of_memory import explained
     from wfm_ds.training.build import freeze_base
     from wfm_ds.training.caches import Filler
 
+    def checked(work: Callable[[], T]) -> T:
+        def explaining() -> T:
+            with explained(world.device, lambda phase: keys_of("activations", "encode", recipe), lambda: None):
+                return work()
+
+        found: T = world.checked(explaining)
+        return found
+
     data = read_on_main(world, lambda: load_data(recipe))
-    model = world.checked(lambda: load_model(recipe, world.device))
+    model = checked(lambda: load_model(recipe, world.device))
     freeze_base(model, recipe)
     filler = world.checked(lambda: Filler(recipe, model, data, world.rank, world.size))
-    counts = world.sums(world.checked(lambda: filler.fill(show=world.is_main)))
+    counts = world.sums(checked(lambda: filler.fill(show=world.is_main)))
     return (
         f"{recipe.data.cache_dir}: {counts['new']:.0f} entries written, {counts['kept']:.0f} were there, "
         f"{counts['bad']:.0f} media cannot be used"

@@ -16,6 +16,7 @@ from typing import Any
 from wfm_ds.data.order import sample_index
 from wfm_ds.data.samples import is_encodable, printable
 from wfm_ds.errors import DataError
+from wfm_ds.seeds import derive_seed
 from wfm_ds.storage.regular import read_regular
 from wfm_ds.types import Prompt
 
@@ -84,8 +85,16 @@ class PromptOrder:
 
     def prompts(self, step: int, count: int) -> list[Prompt]:
         """Return the prompts of RL step `step` (from 1), `count` in each step; the same on every rank."""
-        positions = range((step - 1) * count, step * count)
-        return [self._prompts[sample_index(p, len(self._prompts), self._seed, self._shuffle)] for p in positions]
+        return self._at((step - 1) * count, count, self._seed)
+
+    def further(self, step: int, count: int, attempt: int) -> list[Prompt]:
+        """Return `count` more prompts for that step, other ones for each `attempt`, from 1: of an order of its own, in
+        which each comes once an epoch too, or without shuffling those that follow. They follow from the arguments."""
+        return self._at((step - 1 + attempt) * count, count, derive_seed(self._seed, "further_prompts", attempt))
+
+    def _at(self, position: int, count: int, seed: int) -> list[Prompt]:
+        places = range(position, position + count)
+        return [self._prompts[sample_index(p, len(self._prompts), seed, self._shuffle)] for p in places]
 
 
 def read_prompts(path: Path, id_prefix: str, parse: ParseLine | None) -> list[Prompt]:

@@ -24,6 +24,7 @@ REASONS = {
     "no_json": "an image or video without a caption of the same name",
     "ambiguous": "more than one image, video or caption has this name",
     "shard": "a tar file that is cut short or damaged: what stands before that is used",
+    "no_pair": "no two images or videos to compare: `chosen` or `rejected` is missing, or both are one file",
 }
 NUM_SHOWN = 10
 
@@ -95,12 +96,18 @@ def file_identity(path: Path) -> tuple[str | int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One captioned image or video, not yet decoded."""
+    """One captioned image or video, or a pair of them, not yet decoded."""
 
     id: str
     media: Media
     prompt: Prompt
     embedding: Path | None = None  # of the caption, precomputed: safetensors, or a pickle if the recipe allows it
+    rejected: Media | None = None  # the one that `media` is preferred to, where samples are pairs
+
+    @property
+    def all_media(self) -> list[Media]:
+        """The image or video; of a pair the chosen one and the rejected one."""
+        return [self.media] if self.rejected is None else [self.media, self.rejected]
 
 
 class SampleSet:

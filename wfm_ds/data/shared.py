@@ -68,25 +68,35 @@ def unpack(packed: dict[str, Any]) -> TrainingData:
 
 
 def _pack_sample(sample: Sample, versions: dict[str, list[str | int]]) -> list[Any]:
-    media: Any
-    if isinstance(sample.media, LocalFile):
-        media = os.fspath(sample.media.file)
-    elif isinstance(sample.media, TarMember):
-        media = [sample.media.shard, asdict(sample.media.member)]
-        versions[sample.media.shard] = list(sample.media.version)
-    else:
-        raise _OwnMediaError
     embedding = None if sample.embedding is None else str(sample.embedding)
+    media = [_pack_media(medium, versions) for medium in sample.all_media]
     return [sample.id, media, pack_prompt(sample.prompt), embedding]
+
+
+def _pack_media(media: Media, versions: dict[str, list[str | int]]) -> Any:
+    if isinstance(media, LocalFile):
+        return os.fspath(media.file)
+    if isinstance(media, TarMember):
+        versions[media.shard] = list(media.version)
+        return [media.shard, asdict(media.member)]
+    raise _OwnMediaError
 
 
 def _unpack_sample(row: Sequence[Any], versions: dict[str, tuple[str | int, ...]]) -> Sample:
     sample_id, packed, prompt, embedding = row
-    media: Media
-    if isinstance(packed, str):
-        media = LocalFile(packed)
-    else:
-        shard, member = packed
-        media = TarMember(shard, versions[shard], IndexEntry(**member))
+    media, *rejected = (_unpack_media(medium, versions) for medium in packed)
     path = None if embedding is None else Path(embedding)
-    return Sample(id=sample_id, media=media, prompt=unpack_prompt(prompt), embedding=path)
+    return Sample(
+        id=sample_id,
+        media=media,
+        prompt=unpack_prompt(prompt),
+        embedding=path,
+        rejected=rejected[0] if rejected else None,
+    )
+
+
+def _unpack_media(packed: Any, versions: dict[str, tuple[str | int, ...]]) -> Media:
+    if isinstance(packed, str):
+        return LocalFile(packed)
+    shard, member = packed
+    return TarMember(shard, versions[shard], IndexEntry(**member))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 from wfm_ds.data.samples import MEDIA_SUFFIXES, Sample, SampleSet, is_encodable, parse_caption, printable
 from wfm_ds.data.tar_index import IndexEntry, TarIndex, tar_index
@@ -30,11 +30,11 @@ class TarMember:
 
     @property
     def name(self) -> str:
-        return printable(f"{self.shard}#{self.member.key}{self.suffix}")
+        return printable(f"{self.shard}#{self.member.key}.{self.member.field}")
 
     @property
     def suffix(self) -> str:
-        return f".{self.member.field}"
+        return "." + self.member.field.rpartition(".")[2]
 
     def open(self) -> BinaryIO:
         return io.BytesIO(storage.read_range(self.shard, self.member.offset, self.member.size))
@@ -50,6 +50,8 @@ class TarShards(SampleSet):
     An id is the name of the shard's folder, that of the shard without .tar, and the key.
     """
 
+    content: ClassVar = "captioned media"  # in messages
+
     def __init__(self, patterns: Sequence[str], *, cache_dir: Path | None, max_bad_fraction: float) -> None:
         """`patterns`: paths and s3:// addresses with {000..123} and globs. Their indices are kept in cache_dir.
 
@@ -64,7 +66,7 @@ class TarShards(SampleSet):
         for shard, prefix, index in zip(shards, prefixes, indices, strict=True):
             self._add_shard(shard, prefix, index)
         if not self.samples and not self.bad:
-            raise DataError(f"{self.source}: no captioned media in {len(shards)} tar files")
+            raise DataError(f"{self.source}: no {self.content} in {len(shards)} tar files")
         self.samples.sort(key=lambda sample: sample.id)
         self.check(max_bad_fraction)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -36,7 +37,14 @@ class _Owned(logging.Handler):
 
 
 class _FileHandler(logging.FileHandler, _Owned):
-    pass
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Go on without this line where the disk is full: what the run cannot do without says so itself."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # the same for lines that were not flushed
+            super().close()
 
 
 class _ConsoleHandler(logging.StreamHandler[TextIO], _Owned):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from wfm_ds.distributed.accelerator import uses_cuda
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import UserError
 
@@ -66,7 +67,7 @@ class World:
             os.environ["MASTER_PORT"] = str(free_port())
         timeout = datetime.timedelta(seconds=timeout_s)
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        if torch.cuda.is_available():
+        if uses_cuda():
             torch.cuda.set_device(local_rank)
             device = torch.device("cuda", local_rank)
         else:
@@ -186,6 +187,45 @@ class World:
         tensor = tensor.to(self.device).contiguous()
         dist.broadcast(tensor, src=self.rank - self.sp_rank, group=self.replica.group)
         return tensor
+
+    def moved(self, tensor: Tensor, source: int, target: int) -> Tensor:
+        """Replica `source`'s tensor on replica `target`, over the host; the ranks of both call it, and of others none.
+        The target passes any tensor of its shape and dtype. Calls of all ranks follow one order."""
+        import torch
+        import torch.distributed as dist
+
+        LIVENESS.advance("a tensor of another replica")
+        if self.dp_rank == source:
+            dist.send(
+                tensor.detach().cpu().contiguous(), dst=target * self.sp_size + self.sp_rank, group=self.host_group
+            )
+            return tensor
+        received = torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
+        dist.recv(received, src=source * self.sp_size + self.sp_rank, group=self.host_group)
+        return received.to(tensor.device)
+
+    def joined_rows(self, rows: npt.NDArray[np.uint8], counts: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """On the leader the uint8 rows of all ranks of its replica, in their order, which all call it; [0] on the
+        others. counts: rows of each rank, at most as many as the leader's, and all of one shape."""
+        import torch
+        import torch.distributed as dist
+
+        if self.replica is None:
+            return rows
+        LIVENESS.advance("a gathering of rows inside a replica")
+        group, first = self.replica.host_group, self.rank - self.sp_rank
+        if not self.is_leader:
+            if len(rows):
+                dist.send(torch.from_numpy(rows), dst=first, group=group)
+            return np.empty(0, np.uint8)
+        joined = np.empty((sum(counts), *rows.shape[1:]), np.uint8)
+        joined[: len(rows)] = rows
+        place = len(rows)
+        for rank, count in enumerate(counts[1:], start=1):
+            if count:
+                dist.recv(torch.from_numpy(joined[place : place + count]), src=first + rank, group=group)
+            place += count
+        return joined
 
     def gather(self, value: Any) -> list[Any]:
         """The JSON values of all ranks, by rank, on every rank."""

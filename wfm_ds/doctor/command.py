@@ -80,7 +80,9 @@ def of_recipe(args: argparse.Namespace) -> Iterator[Finding]:
 def visible_gpus() -> int:
     import torch
 
-    return torch.cuda.device_count()
+    from wfm_ds.distributed.accelerator import uses_cuda
+
+    return torch.cuda.device_count() if uses_cuda() else 0
 
 
 def as_json(found: Sequence[Finding]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import resource
 import shutil
@@ -15,10 +16,10 @@ from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from wfm_ds.distributed.accelerator import accelerator_present
+from wfm_ds.distributed.accelerator import accelerator_present, uses_cuda
 from wfm_ds.doctor.finding import Finding, Level
 from wfm_ds.errors import RecipeError
-from wfm_ds.run.estimate import GIB
+from wfm_ds.monitoring.stopwatch import GIB
 
 PACKAGES = ("torch", "deepspeed", "diffusers", "transformers", "peft", "triton")
 OPTIONAL = ("triton",)
@@ -102,7 +103,7 @@ def tested_versions(path: Path) -> dict[str, str]:
 def gpu_finding() -> Finding:
     import torch
 
-    if torch.cuda.is_available():
+    if uses_cuda():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         free = min(torch.cuda.mem_get_info(i)[0] for i in range(len(names))) / GIB
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
@@ -111,6 +112,8 @@ def gpu_finding() -> Finding:
         return Finding("gpu", "ok", text)
     if not accelerator_present():
         return Finding("gpu", "warning", "none: runs take the CPU and gloo, which is for small models")
+    if torch.cuda.is_available():
+        return Finding("gpu", "warning", f"not used, as DS_ACCELERATOR={os.environ['DS_ACCELERATOR']} says")
     build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     return Finding(
         "gpu",

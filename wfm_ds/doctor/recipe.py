@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import torch
-from torch import nn
 
 from wfm_ds.algorithms import engine_policies
 from wfm_ds.data.datasets import load_data
+from wfm_ds.distributed.accelerator import uses_cuda
 from wfm_ds.doctor.finding import Finding, attempt
+from wfm_ds.engine.preparation import DTYPES
 from wfm_ds.errors import UserError
-from wfm_ds.models import registry
-from wfm_ds.models.loading import read_json
+from wfm_ds.models.empty import load_empty
+from wfm_ds.monitoring.stopwatch import GIB
 from wfm_ds.recipe.deepspeed import deepspeed_config
 from wfm_ds.recipe.derived import derive
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.run.estimate import GIB, Memory, memory
+from wfm_ds.run.estimate import Estimate, estimate
+from wfm_ds.run.fit import ROOMY, advice, fits
 from wfm_ds.run.folder import find_start
 from wfm_ds.run.model import family_of
 from wfm_ds.run.stored import require_storage
@@ -27,7 +28,6 @@ from wfm_ds.storage.filesystem import ACCESS_KEY, ENDPOINT, REGION, SECRET_KEY
 from wfm_ds.training import preflight
 
 SERVICE_TIMEOUT_S = 15.0  # for a service that runs already; one that is to be started has the recipe's time
-DENOISERS = ("transformer", "transformer_2")
 STORAGE_ADVICE = (
     f"create the bucket, and set {ACCESS_KEY}, {SECRET_KEY}, {ENDPOINT} and {REGION}, or AWS's own variables, to what "
     "may list, read, write and delete there"
@@ -42,17 +42,21 @@ def recipe_findings(recipe: Recipe, world_size: int) -> Iterator[Finding]:
     yield attempt("model", lambda: f"{family_of(recipe).__name__}")
     data = attempt("data", lambda: data_text(recipe))
     yield data
+    if data.level == "ok":
+        yield from (
+            Finding("prompts", "warning", doubt) for doubt in preflight.choice_doubts(recipe, load_data(recipe))
+        )
     if recipe.reward is not None and data.level == "ok":
         yield attempt("rewards", lambda: reward_text(recipe))
     yield attempt("output", lambda: preflight.beginning(find_start(recipe, world_size)))
     if recipe.checkpoint.storage is not None:
         yield attempt("storage", lambda: storage_text(recipe), STORAGE_ADVICE)
     try:
-        sizes = estimate(recipe, world_size)
+        sizes = estimated(recipe, world_size)
     except UserError as error:
         yield Finding("memory", "warning", f"cannot be estimated: {error}")
     else:
-        yield memory_finding(sizes, world_size)
+        yield memory_finding(recipe, sizes)
         yield space_finding(recipe, sizes)
 
 
@@ -94,50 +98,42 @@ def storage_text(recipe: Recipe) -> str:
 # ---- memory and disk space
 
 
-def estimate(recipe: Recipe, world_size: int) -> Memory:
-    """Estimate from the configuration of the denoiser: no weight is read or made. Raises ModelError."""
-    folder = registry.resolve(recipe.model.path, recipe.model.family)
-    return memory(recipe, empty_denoiser(folder), family_of(recipe).default_lora_targets, world_size)
+def estimated(recipe: Recipe, world_size: int) -> Estimate:
+    """Estimate from the configuration of the pipeline: no weight is read or made. Raises UserError."""
+    settings = recipe.model
+    model = load_empty(
+        settings.path,
+        dtype=DTYPES[settings.dtype],
+        own_family=settings.family,
+        max_sequence_length=settings.max_sequence_length,
+    )
+    device = "cuda" if uses_cuda() else "cpu"
+    keeps_encoders = recipe.data.cache_text == "off" and recipe.data.cache_dir is None
+    return estimate(recipe, model, world_size, device=device, keeps_encoders=keeps_encoders)
 
 
-def empty_denoiser(folder: Path) -> nn.Module:
-    """All parts of a pipeline's denoiser, with shapes only."""
-    import diffusers
-
-    classes = {
-        part: diffusers_class[-1]
-        for part, diffusers_class in read_json(folder / "model_index.json").items()
-        if part in DENOISERS
-    }
-    parts = nn.ModuleDict()
-    for part, name in classes.items():
-        with torch.device("meta"):
-            parts[part] = getattr(diffusers, name).from_config(read_json(folder / part / "config.json"))
-    return parts
-
-
-def memory_finding(sizes: Memory, world_size: int) -> Finding:
+def memory_finding(recipe: Recipe, sizes: Estimate) -> Finding:
     """Compare the memory that a rank needs with its own GPU's; without GPUs, that of all ranks with the host's."""
-    if torch.cuda.is_available():
-        free, needed = torch.cuda.mem_get_info()[0], sizes.rank_bytes
+    if uses_cuda():
+        free, needed = torch.cuda.mem_get_info()[0], sizes.peak
         where = "of a GPU"
     else:
-        free, needed = psutil.virtual_memory().available, sizes.rank_bytes * world_size
-        where = f"of this machine for {world_size} ranks"
+        free, needed = psutil.virtual_memory().available, sizes.peak * sizes.world_size
+        where = f"of this machine for {sizes.world_size} ranks"
+    phase = sizes.phases[sizes.peak_phase]
+    parts = ", ".join(f"{phase[part] / GIB:.2f} {part}" for part in sorted(phase, key=lambda name: -phase[name])[:4])
     text = (
-        f"{needed / GIB:.2f} GiB for weights, gradients and states, {free / GIB:.2f} GiB {where} are free; "
-        "activations, text encoders and VAE come on top"
+        f"{needed / GIB:.2f} GiB at the peak (estimated), {free / GIB:.2f} GiB {where} are free; a rank in the phase "
+        f"{sizes.peak_phase}: {parts}"
     )
-    if needed > free:
-        return Finding(
-            "memory", "error", text, "train a lora, choose engine.deepspeed: zero3 or zero3_offload, or more ranks"
-        )
-    if needed > 0.7 * free:
-        return Finding("memory", "warning", text, "set model.gradient_checkpointing: true and small batches")
+    if not fits(needed, free):
+        return Finding("memory", "error", text, f"change {', '.join(advice(recipe, sizes))}")
+    if needed > ROOMY * free:
+        return Finding("memory", "warning", text, f"little is left: {', '.join(advice(recipe, sizes)[:2])} would help")
     return Finding("memory", "ok", text)
 
 
-def space_finding(recipe: Recipe, sizes: Memory) -> Finding:
+def space_finding(recipe: Recipe, sizes: Estimate) -> Finding:
     """The checkpoints that are kept, one more while it is written, and all exports."""
     folder = recipe.run.output_dir.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())

@@ -8,7 +8,6 @@ are the others (policy.py). An update is an optimizer step that was applied.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,18 +22,16 @@ from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.distributed.world import World, ranks_per_node
 from wfm_ds.engine.accumulation import accumulate_in_float32
 from wfm_ds.engine.lockstep import Guard
-from wfm_ds.engine.placement import cast_unplaced, place
-from wfm_ds.engine.policy import Flats, ShardedCopy, Shards, add_adapters, publish_to_adapter, use_adapter
+from wfm_ds.engine.merging import merged
+from wfm_ds.engine.policy import Adapters, Flats, ShardedCopy, Shards, publish_to_adapter
+from wfm_ds.engine.preparation import DTYPES, adamw, prepare
+from wfm_ds.engine.replay import Replays
 from wfm_ds.engine.schedules import ema_decay, learning_rate
 from wfm_ds.engine.work import Work, WorkCounter
 from wfm_ds.recipe.deepspeed import deepspeed_config, policy_copies
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.seeds import derive_seed
-from wfm_ds.ulysses.install import install
 
-logger = logging.getLogger(__name__)
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+MERGED = "merged"  # the active policy, whichever it is, while its adapter is in the weights
 OPTIMIZER = "optimizer."  # before the names of the optimizer's states
 
 
@@ -76,14 +73,15 @@ class DenoiserEngine:
         policies: frozenset[str],
         total_updates: int,
         work: WorkCounter | None,
+        adapters: Adapters | None,
     ) -> None:
-        """Use `build`. `ds`: what deepspeed.initialize returned for `module`."""
+        """Use `build`. `ds`: what deepspeed.initialize returned for `module`. adapters: of a LoRA run."""
         self.ds = ds
         self.module = module
         self.recipe = recipe
         self.world = world
         self.policies = policies
-        self.lora = recipe.lora is not None
+        self.lora = adapters is not None
         self.accumulation = int(ds.gradient_accumulation_steps())
         self.total_updates = total_updates
         self._work = work
@@ -93,6 +91,11 @@ class DenoiserEngine:
         self.num_skipped = 0
         self.shards = Shards(ds)
         self.copies = {name: ShardedCopy(self.shards) for name in sorted(policy_copies(policies, lora=self.lora))}
+        self._adapters = adapters
+        self._unpublished: set[str] = set()  # copies that have moved since their adapters were written
+        wanted = recipe.rollout is not None and recipe.rollout.cuda_graph
+        self._replays = Replays(ds, module.parameters) if wanted else None
+        self._replaying = False
         self._guard = Guard(world) if recipe.engine.guard else None
         self._num_backwards = 0  # since the last step
         self._due_backwards = self.accumulation
@@ -109,15 +112,16 @@ class DenoiserEngine:
         policies: frozenset[str],
         accumulation: int,
         total_updates: int,
+        block_classes: Sequence[type[nn.Module]] = (),
     ) -> DenoiserEngine:
-        """Collective. Prepare adapters or full training, checkpointing, sequence parallelism, DeepSpeed and copies, in
-        this order.
+        """Collective. Prepare the denoiser for training (preparation.py), then DeepSpeed and copies.
 
         denoiser: a diffusers model with equal weights on all ranks; it is changed in place. lora_targets: suffixes of
         layers, unless the recipe names its own. policies: those wanted of old, ref, ema. accumulation: backward passes
-        per optimizer step. total_updates: optimizer steps of the run, where the schedule ends.
-        Raises RecipeError for a DeepSpeed JSON or LoRA targets that cannot work, UserError for a denoiser whose tokens
-        the ranks of a replica cannot share.
+        per optimizer step. total_updates: optimizer steps of the run, where the schedule ends. block_classes: the
+        repeated blocks, for engine.compile. Raises RecipeError for a DeepSpeed JSON or LoRA targets that cannot work,
+        UserError for a denoiser whose tokens the ranks of a replica cannot share, or that an attention kernel cannot
+        serve.
         """
         unknown = policies - {"old", "ref", "ema"}
         if unknown:
@@ -132,32 +136,13 @@ class DenoiserEngine:
         dtype = DTYPES[recipe.model.dtype]
         targets = (recipe.lora and recipe.lora.target_modules) or list(lora_targets)
         work = WorkCounter.of(denoiser, recipe, targets) if world.is_main else None  # while the denoiser is whole
-        place(denoiser, config, dtype, world.device)
-        module: Any = denoiser
-        if recipe.lora is None:
-            denoiser.requires_grad_(True)
-        else:
-            adapters = sorted(policy_copies(policies, lora=True))
-            seed = derive_seed(recipe.run.seed, "lora_init")
-            num_layers = add_adapters(denoiser, recipe.lora, targets, adapters, seed)
-            cast_unplaced(denoiser, dtype)
-            logger.info("LoRA of rank %d on %d layers (%s)", recipe.lora.rank, num_layers, ", ".join(targets))
-        if recipe.model.gradient_checkpointing:
-            module.enable_gradient_checkpointing()
-        if world.replica is not None:
-            install(denoiser, world.replica.group)
-        options = recipe.optimizer
-        optimizer = torch.optim.AdamW(
-            [parameter for parameter in denoiser.parameters() if parameter.requires_grad],
-            lr=options.lr,
-            betas=options.betas,
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-        )
+        names = sorted(policy_copies(policies, lora=True))
+        adapters = prepare(denoiser, recipe, world, config, targets=targets, names=names, block_classes=block_classes)
+        optimizer = adamw(denoiser, recipe.optimizer, world.device)
         ds = deepspeed.initialize(model=denoiser, optimizer=optimizer, config=config, dist_init_required=False)[0]
         if ds.zero_optimization_stage() == 1 and dtype != torch.float32:
             accumulate_in_float32(ds)
-        return cls(ds, denoiser, recipe, world, policies, total_updates, work)
+        return cls(ds, denoiser, recipe, world, policies, total_updates, work, adapters)
 
     # Forwards
 
@@ -165,9 +150,22 @@ class DenoiserEngine:
         """Collective. Run the denoiser under the active policy. All ranks do the same forwards in one order."""
         LIVENESS.begin("a forward of the denoiser")
         if self._work is not None:
-            bare = self.lora and self.active == "ref"
+            bare = self.lora and self.active in ("ref", MERGED)
             self._work.note(args, kwargs, differentiated=torch.is_grad_enabled(), adapters=not bare)
+        if self._replaying and self._replays is not None:
+            return self._replays(self.active, args, kwargs)
         return self.ds(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Run the forwards inside, which have no gradient, from CUDA graphs if the recipe says so (replay.py)."""
+        self._replaying = True
+        if self._replays is not None:
+            self._replays.begin()
+        try:
+            yield
+        finally:
+            self._replaying = False
 
     def take_work(self) -> Work | None:
         """FLOPs of this rank's forwards since the last call, on rank 0, which stands for all; None elsewhere."""
@@ -184,34 +182,41 @@ class DenoiserEngine:
             self._guard.check(*what, inputs=inputs)
 
     @contextlib.contextmanager
-    def policy(self, name: str) -> Iterator[None]:
+    def policy(self, name: str, *, merge: bool = False) -> Iterator[None]:
         """Collective. Use this policy for the forwards inside, without gradient unless it is `train`. Does not nest.
 
         Group forwards by phase: each change of policy costs an exchange of weights, or ZeRO-3's prefetch order.
+        merge: with its adapter in the weights (merging.py) and without gradient; for a LoRA that is not at ZeRO-3.
         """
         self._require_train(f"policy({name!r})")
-        if name == "train":
+        if name == "train" and not merge:
             yield
             return
-        self._require_known(name)
-        self.active = name
+        if name != "train":
+            self._require_known(name)
+        if name in self._unpublished:
+            publish_to_adapter(self.module, self.copies[name], name)
+            self._unpublished.remove(name)
+        self.active = MERGED if merge else name
         try:
-            with torch.no_grad(), self._shown(name):
+            with torch.no_grad(), self._shown(name, merge):
                 yield
         finally:
             self.active = "train"
 
     @contextlib.contextmanager
-    def _shown(self, name: str) -> Iterator[None]:
-        if not self.lora:
+    def _shown(self, name: str, merge: bool) -> Iterator[None]:
+        if self._adapters is None:
             with self.copies[name].applied():
                 yield
             return
-        use_adapter(self.module, None if name == "ref" else name)
+        adapter = {"train": "default", "ref": None}.get(name, name)
+        self._adapters.use(None if merge else adapter)
         try:
-            yield
+            with merged(self._adapters.layers, adapter) if merge and adapter else contextlib.nullcontext():
+                yield
         finally:
-            use_adapter(self.module, "default")
+            self._adapters.use("default")
 
     # Optimization
 
@@ -285,7 +290,7 @@ class DenoiserEngine:
         self._require_known(name)
         self.copies[name].lerp_(decay)
         if self.lora:
-            publish_to_adapter(self.module, self.copies[name], name)
+            self._unpublished.add(name)  # its adapter is written when a forward asks for it
 
     def update_ema(self) -> None:
         """Collective, after each step. Move `ema` by the recipe's schedule, unless the step was not applied."""
@@ -350,14 +355,14 @@ class DenoiserEngine:
         self.shards.install(masters)
         for name, copy in self._moving_copies().items():
             torch._foreach_copy_(copy.flats, list(states[name]))
+        fused = self.ds.optimizer.optimizer.defaults["fused"]  # then the count of steps lies beside the masters
         for group, of_group in enumerate(self.shards.optimizer_states()):
             for name, flats in states.items():
                 if name.startswith(OPTIMIZER):
                     saved, device = flats[group], masters[group].device
-                    of_group[name.removeprefix(OPTIMIZER)] = saved.to(device) if saved.ndim else saved
+                    of_group[name.removeprefix(OPTIMIZER)] = saved.to(device) if saved.ndim or fused else saved
         if self.lora:
-            for name, copy in self.copies.items():
-                publish_to_adapter(self.module, copy, name)
+            self._unpublished |= self.copies.keys()
 
     def _moving_copies(self) -> dict[str, ShardedCopy]:
         """Copies of all policies but `ref`, which is what the engine was built with."""

@@ -74,7 +74,7 @@ def flops_of(denoiser: nn.Module, predict: Callable[[], Tensor], *, checkpointin
 
 def without_adapters(denoiser: nn.Module, predict: Callable[[], Tensor]) -> int | None:
     """FLOPs of `predict` while the adapters of `denoiser` are off; None if it has none."""
-    adapters = [part for part in denoiser.modules() if isinstance(part, BaseTunerLayer)]
+    adapters = adapted_layers(denoiser)
     if not adapters:
         return None
     for part in adapters:
@@ -84,6 +84,11 @@ def without_adapters(denoiser: nn.Module, predict: Callable[[], Tensor]) -> int 
     for part in adapters:
         part.enable_adapters(True)
     return int(counter.get_total_flops())
+
+
+def adapted_layers(denoiser: nn.Module) -> list[Any]:
+    """The layers that have adapters, in their order."""
+    return [part for part in denoiser.modules() if isinstance(part, BaseTunerLayer)]
 
 
 def on_meta(module: nn.Module) -> nn.Module:

@@ -33,13 +33,20 @@ class Forward(Protocol):
 
 
 class CountedForward:
-    """A `Forward` that counts: `counts` has the forwards of this rank since it was last cleared, by purpose."""
+    """A `Forward` that counts, by purpose, since it was last cleared: `counts` has the forwards of this rank,
+    `num_samples` the samples in them, which do not depend on how they were batched."""
 
     def __init__(self, denoise: Denoise, engine: DenoiserEngine | None = None, *, one_size: bool = True) -> None:
         """engine: of a training run, whose guard compares the ranks. one_size: all replicas work on media of one height
         and width, which the guard may then compare too."""
         self._denoise, self._engine, self._one_size = denoise, engine, one_size
         self.counts: Counter[str] = Counter()
+        self.num_samples: Counter[str] = Counter()
+
+    def clear(self) -> None:
+        """Count from zero again."""
+        self.counts.clear()
+        self.num_samples.clear()
 
     def __call__(
         self, purpose: str, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
@@ -49,6 +56,7 @@ class CountedForward:
         expert: the one that all of sigma belong to; None: the model looks it up.
         """
         self.counts[purpose] += 1
+        self.num_samples[purpose] += len(sigma)
         if self._engine is not None:
             shape = latents.shape if self._one_size else latents.shape[:-2]
             what = (self._engine.active, torch.is_grad_enabled(), tuple(shape), expert)

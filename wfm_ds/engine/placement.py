@@ -50,6 +50,8 @@ def partition(denoiser: nn.Module, config: Mapping[str, Any], dtype: torch.dtype
         parameter.data = parameter.data.to(dtype)
         init._convert_to_deepspeed_param(parameter)
         parameter.partition()
+        # What is left of it is empty. DeepSpeed gathers a single parameter to where that lies.
+        parameter.data = parameter.data.to(init.local_device)
 
 
 def cast_unplaced(denoiser: nn.Module, dtype: torch.dtype) -> None:

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from wfm_ds.engine.flops import adapted_layers
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.sections import LoraRecipe
 
@@ -181,10 +181,10 @@ class ShardedCopy:
 
 def add_adapters(
     denoiser: nn.Module, recipe: LoraRecipe, targets: Sequence[str], names: Sequence[str], seed: int
-) -> int:
+) -> Adapters:
     """Add the adapter `default` and equal ones called `names`; only `default` trains. Before DeepSpeed starts.
 
-    Returns the number of adapted layers. Raises RecipeError if there is none. `seed`: of the initial A matrices.
+    Raises RecipeError if no layer can be adapted. `seed`: of the initial A matrices.
     """
     denoiser.requires_grad_(False)
     config = peft.LoraConfig(
@@ -194,30 +194,41 @@ def add_adapters(
         init_lora_weights="gaussian" if recipe.init == "gaussian" else True,
     )
     module: Any = denoiser
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    devices = {parameter.device for parameter in denoiser.parameters() if parameter.is_cuda}
     try:
         for name in ("default", *names):
-            with torch.random.fork_rng(devices):
+            with torch.random.fork_rng(list(devices)):
                 torch.manual_seed(seed)  # the same for each: all start as one policy, on every rank
                 module.add_adapter(config, adapter_name=name)
     except ValueError as error:  # what PEFT raises for names that match nothing, or a layer that it cannot adapt
         raise RecipeError(
             f"lora.target_modules: {', '.join(targets)} cannot be adapted in {type(denoiser).__name__}: {error}"
         ) from error
-    use_adapter(denoiser, "default")
-    return sum(isinstance(part, BaseTunerLayer) for part in denoiser.modules())
+    return Adapters(denoiser)
 
 
-def use_adapter(denoiser: nn.Module, name: str | None) -> None:
-    """Compute with the adapter of this name, None: with none. Only `default` ever requires gradients."""
-    module: Any = denoiser
-    if name is None:
-        module.disable_adapters()
-    else:
+class Adapters:
+    """The adapters of a denoiser, and which of them computes. Only `default` ever requires gradients.
+
+    PEFT's own switch visits all modules and sets what requires gradients anew, for each of thousands of parameters. A
+    policy is entered many times a step: here the adapted layers are found once, and what differs is flipped.
+    """
+
+    def __init__(self, denoiser: nn.Module) -> None:
+        """Find the adapted layers of a denoiser whose adapters are all there, and compute with `default`."""
+        module: Any = denoiser
         module.enable_adapters()
-        module.set_adapter(name)
-    for full_name, parameter in denoiser.named_parameters():  # PEFT has just flipped the flags of all adapters
-        parameter.requires_grad_(".default." in full_name)
+        module.set_adapter("default")
+        for name, parameter in denoiser.named_parameters():  # PEFT has just set the flags of the adapters alone
+            parameter.requires_grad_(".default." in name)
+        self.layers = adapted_layers(denoiser)
+
+    def use(self, name: str | None) -> None:
+        """Compute with the adapter of this name, None: with none."""
+        for layer in self.layers:
+            layer._disable_adapters = name is None
+            if name is not None:
+                layer._active_adapter = [name]
 
 
 def publish_to_adapter(denoiser: nn.Module, copy: ShardedCopy, name: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from wfm_ds.engine.flops import Flops, flops_of, on_meta
 from wfm_ds.engine.policy import add_adapters
+from wfm_ds.engine.preparation import DTYPES
 from wfm_ds.recipe.schema import Recipe
 
 log = logging.getLogger(__name__)
@@ -59,11 +60,7 @@ class WorkCounter:
     def of(cls, denoiser: nn.Module, recipe: Recipe, targets: list[str]) -> WorkCounter:
         """Copy a denoiser that is still whole and has no adapters. targets: where the recipe's adapters will be."""
         shadow = on_meta(denoiser)
-        if recipe.lora is None:
-            shadow.requires_grad_(True)
-        else:
-            with torch.device("meta"):
-                add_adapters(shadow, recipe.lora, targets, [], seed=0)
+        make_trainable(shadow, recipe, targets, [])
         return cls(shadow, checkpointing=recipe.model.gradient_checkpointing)
 
     def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, differentiated: bool, adapters: bool) -> None:
@@ -102,6 +99,18 @@ class WorkCounter:
         if not kind.differentiated:
             return Work(samples * forward)
         return Work(samples * (forward + flops.backward), samples * flops.recompute)
+
+
+def make_trainable(shadow: nn.Module, recipe: Recipe, targets: Sequence[str], names: Sequence[str]) -> None:
+    """Give a copy on the meta device the adapters, flags and dtype that the engine gives the denoiser itself, which may
+    be stored in another dtype. names: of the adapters beside `default`."""
+    if recipe.lora is None:
+        shadow.requires_grad_(True)
+    else:
+        with torch.device("meta"):
+            add_adapters(shadow, recipe.lora, targets, names, seed=0)
+    for parameter in shadow.parameters():
+        parameter.data = parameter.data.to(DTYPES[recipe.model.dtype])
 
 
 def _shape(value: Any) -> Hashable:

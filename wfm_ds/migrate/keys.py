@@ -217,7 +217,7 @@ ROWS = (
 # Settings of the mode itself, which no key of the configuration holds.
 FIXED: dict[str, dict[str, Any]] = {
     SFT: {"algorithm.name": "sft", "data.kind": "paired"},
-    NFT: {"algorithm.name": "diffusion_nft", "data.kind": "prompts"},
+    NFT: {"algorithm.name": "diffusion_nft", "algorithm.zero_std": "keep", "data.kind": "prompts"},
     DDRL: {
         "algorithm.name": "ddrl",
         "algorithm.ratio_norm": "literal",

@@ -25,9 +25,12 @@ from wfm_ds.errors import ModelError
 from wfm_ds.models import vae
 from wfm_ds.models.conditional_frames import KEYS
 from wfm_ds.models.fingerprint import fingerprint
+from wfm_ds.pinned import on_device
+from wfm_ds.sampling.schedule import shifted
 
 if TYPE_CHECKING:
     from wfm_ds.models.guardrail import Guardrail
+    from wfm_ds.recipe.sampling import SamplingRecipe
     from wfm_ds.types import Conditioning
 
 
@@ -144,6 +147,16 @@ class DiffusionModel(ABC):
         """
         return self.encode_text(texts)
 
+    @property
+    def text_dtype(self) -> torch.dtype:
+        """The dtype of a text's conditioning, masks aside: that of the encoders; float32 without any."""
+        encoders = self.parts_named("text_encoder").values()
+        return next((parameter.dtype for encoder in encoders for parameter in encoder.parameters()), torch.float32)
+
+    def text_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of one text's conditioning by name, without the batch. Families know theirs without encoding."""
+        return {name: tuple(tensor.shape[1:]) for name, tensor in self.encode_text([""]).items()}
+
     def from_embedding(self, embedding: Tensor) -> Conditioning | None:
         """Conditioning [1, ...] of a text from its embedding [n, D] computed elsewhere; None if that is not one of this
         model's text encoder. Families with several encoders take none."""
@@ -175,6 +188,11 @@ class DiffusionModel(ABC):
         for name in self.parts_named("text_encoder"):
             setattr(self.pipeline, name, None)
 
+    def move_text_encoders(self, device: torch.device | str) -> None:
+        """Bring the text encoders there, and nothing else: to the host while no text is to be encoded, and back."""
+        for encoder in self.parts_named("text_encoder").values():
+            encoder.to(device)
+
     def null_text(self, negative_text: str | None = None) -> str:
         """The text that guidance contrasts with: the negative text, else the stock pipeline's own."""
         return "" if negative_text is None else negative_text
@@ -196,13 +214,22 @@ class DiffusionModel(ABC):
         height, width = pixels.shape[-2:]
         self.latent_shape(height, width, pixels.shape[2] if self.video else 1)
         shifted = 2 * pixels.to(self.device) - 1
-        # One video at a time: latents that are kept must not depend on what was encoded beside them.
-        parts = torch.split(shifted, 1) if self.video else (shifted,)
-        return torch.cat([vae.encode(self.pipeline.vae, part) for part in parts])
+        return torch.cat(
+            [vae.encode(self.pipeline.vae, part) for part in torch.split(shifted, self.encode_batch(pixels))]
+        )
+
+    def encode_batch(self, pixels: Tensor) -> int:
+        """Number of these media to encode at once. One video: latents that are kept must not depend on what was encoded
+        beside them. On a CPU all pictures: its memory is no device's."""
+        if self.video:
+            return 1
+        height, width = pixels.shape[-2:]
+        return len(pixels) if self.device.type == "cpu" else vae.media_at_once(self.pipeline.vae, height * width)
 
     def encode_media(self, media: Sequence[npt.NDArray[np.uint8]]) -> Tensor:
         """encode_pixels of images [H,W,3] or videos [F,H,W,3], all of one shape; an image is a video of one frame."""
-        frames = torch.stack([torch.from_numpy(m if m.ndim == 4 else m[None]) for m in media]).to(self.device)
+        videos = [torch.from_numpy(m if m.ndim == 4 else m[None]) for m in media]
+        frames = on_device(torch.stack(videos), self.device)
         pixels = frames.permute(0, 4, 1, 2, 3).float() / 255
         return self.encode_pixels(pixels if self.video else pixels.squeeze(2))
 
@@ -212,10 +239,14 @@ class DiffusionModel(ABC):
         return (vae.decode(self.pipeline.vae, latents.to(self.device)) / 2 + 0.5).clamp(0, 1)
 
     @staticmethod
+    def levels(pixels: Tensor) -> Tensor:
+        """round(255 * x), uint8, of pixels in [0, 1]."""
+        return (255 * pixels.clamp(0, 1)).round().to(torch.uint8)
+
+    @staticmethod
     def to_uint8(pixels: Tensor) -> npt.NDArray[np.uint8]:
-        """[B,H,W,3] (videos [B,F,H,W,3]) on the host: round(255 * x) of pixels [B,3,H,W] ([B,3,F,H,W]) in [0, 1]."""
-        levels: npt.NDArray[np.uint8] = (255 * pixels.clamp(0, 1)).round().to("cpu", torch.uint8).movedim(1, -1).numpy()
-        return np.ascontiguousarray(levels)
+        """[B,H,W,3] (videos [B,F,H,W,3]) on the host: `levels` of pixels [B,3,H,W] ([B,3,F,H,W])."""
+        return np.ascontiguousarray(DiffusionModel.levels(pixels).cpu().movedim(1, -1).numpy())
 
     @abstractmethod
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
@@ -293,6 +324,17 @@ class DiffusionModel(ABC):
             )
         return grid
 
+    def rollout_sigmas(self, sampling: SamplingRecipe) -> Tensor:
+        """The grid of the recipe's rollouts, as `sigmas` returns them. Raises ModelError where there is no such grid,
+        ValueError for a size that is none of the family's."""
+        num_steps, shape = sampling.steps, self.latent_shape(sampling.height, sampling.width, sampling.num_frames)
+        if sampling.grid == "stock":
+            return self.sigmas(num_steps, shape)
+        if self._fixed_shift is None:
+            raise ModelError(f"{self.path}: the scheduler has no fixed shift: set sampling.grid: stock in the recipe")
+        q = torch.arange(num_steps, -1, -1, dtype=torch.float64) / num_steps
+        return shifted(q, self._fixed_shift)
+
     def schedule_arguments(self, shape: Sequence[int]) -> dict[str, float]:
         """Return what the stock pipeline passes to set_timesteps besides the number of steps."""
         return {}
@@ -305,11 +347,16 @@ class DiffusionModel(ABC):
     @property
     def flow_shift(self) -> float:
         """The shift s in sigma = s * q / (1 + (s - 1) * q). ModelError where it depends on the image size."""
+        if self._fixed_shift is None:
+            raise ModelError(f"{self.path}: the scheduler has no fixed shift; set algorithm.flow_shift in the recipe")
+        return self._fixed_shift
+
+    @property
+    def _fixed_shift(self) -> float | None:
         config = self.pipeline.scheduler.config
         shift = config.get("shift", config.get("flow_shift"))
-        if shift is None or config.get("use_dynamic_shifting") or config.get("use_karras_sigmas"):
-            raise ModelError(f"{self.path}: the scheduler has no fixed shift; set algorithm.flow_shift in the recipe")
-        return float(shift)
+        varies = config.get("use_dynamic_shifting") or config.get("use_karras_sigmas")
+        return None if shift is None or varies else float(shift)
 
     def text_call(self) -> dict[str, Any]:
         """The arguments of the stock call that decide how prompts are encoded. An export notes them in call.json."""

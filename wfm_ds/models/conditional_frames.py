@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from wfm_ds.pinned import on_device
+
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
@@ -61,5 +63,5 @@ def with_conditional_frames(conditioning: Conditioning, latents: Tensor, counts:
     if counts.device.type == "cpu" and not bool(((counts >= 0) & (counts < num_frames)).all()):
         raise ValueError(f"of {num_frames} latent frames 0 to {num_frames - 1} may be given, got {counts.tolist()}")
     frames = torch.arange(num_frames, device=latents.device)
-    mask = (frames < counts.to(latents.device)[:, None]).float().view(-1, 1, num_frames, 1, 1)
+    mask = (frames < on_device(counts, latents.device)[:, None]).float().view(-1, 1, num_frames, 1, 1)
     return {**conditioning, LATENTS: latents, MASK: mask}

@@ -84,6 +84,15 @@ class Cosmos25(DiffusionModel):
             embeds = self.text_projection(embeds.to(self.dtype))
         return {"prompt_embeds": embeds}
 
+    def text_shapes(self) -> dict[str, tuple[int, ...]]:
+        if not self.config.use_crossattn_projection:
+            width = self.config.text_embed_dim
+        elif self.text_projection is None:
+            width = self.config.crossattn_proj_in_channels
+        else:
+            width = self.config.encoder_hidden_states_channels
+        return {"prompt_embeds": (self.max_sequence_length, width)}
+
     @torch.no_grad()
     def from_embedding(self, embedding: Tensor) -> Conditioning | None:
         """Return the states of all layers of the text encoder, and as many rows as a text has with its padding, which

@@ -20,6 +20,7 @@ from diffusers import DiffusionPipeline
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
+from wfm_ds.distributed.accelerator import uses_cuda
 from wfm_ds.errors import ModelError, UserError
 from wfm_ds.models.base import without_progress_bars
 from wfm_ds.models.variants import variant_to_load, weight_files
@@ -181,7 +182,7 @@ def read_json(file: Path) -> dict[str, Any]:
 def chosen_device(name: str | None) -> torch.device:
     """The device that a command was asked for; unset: a GPU where there is one. UserError if it cannot be used."""
     if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if uses_cuda() else "cpu")
     try:
         device = torch.device(name)
         torch.empty(1, device=device)

@@ -147,6 +147,7 @@ def load(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
+    vae_dtype: torch.dtype = torch.float32,
     own_family: str | None = None,
     max_sequence_length: int | None = None,
     prompt_template: str | None = None,
@@ -155,7 +156,8 @@ def load(
 ) -> DiffusionModel:
     """Load a pipeline, offline and from safetensors only, with its denoiser in `dtype`, on `device`.
 
-    The VAE is float32; text encoders are bfloat16 on CUDA beside a bfloat16 denoiser, else float32.
+    vae_dtype: of the VAE's weights and of what it computes; latents and pixels are float32. Text encoders are bfloat16
+    on CUDA beside a bfloat16 denoiser, else float32.
     own_family: a class of the user's that serves this pipeline, as `package.module:Class`.
     max_sequence_length, prompt_template: unset, what call.json in the folder says, else the stock pipeline's default.
     guardrail: "stock" keeps the safety checker of a pipeline that has one, "off" does without.
@@ -180,7 +182,9 @@ def load(
     def dtype_of(part: str) -> torch.dtype:
         if part in family.denoiser_parts:
             return dtype
-        return torch.bfloat16 if low_precision_text and part != "vae" else torch.float32
+        if part == "vae":
+            return vae_dtype
+        return torch.bfloat16 if low_precision_text else torch.float32
 
     extra = family.extra_parts(folder, guardrail)
     pipeline = load_pipeline(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,20 +12,21 @@ import torch
 from torch import Tensor
 
 from wfm_ds.engine.forward import Forward
+from wfm_ds.errors import RecipeError
 from wfm_ds.models import vae
 from wfm_ds.models.base import DiffusionModel, NegativeText
 from wfm_ds.models.conditional_frames import with_conditional_frames
+from wfm_ds.models.decoding import Decoding, beside
 from wfm_ds.models.text_cache import TextCache
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.sampling.denoise import Plan, Trajectory
 from wfm_ds.sampling.noise import seeded_normal
-from wfm_ds.sampling.plan import evaluation_plan
+from wfm_ds.sampling.plan import deterministic_plan
 from wfm_ds.types import Prompt
 
 if TYPE_CHECKING:
     from wfm_ds.types import ConditionalFrames, Conditioning
 
-DECODED_PIXELS = 2**20  # of videos at once, unless one has more: as many as a picture of 1024 x 1024
 UNCONDITIONAL = "uncond"  # the purpose of forwards that guidance contrasts with; those of a rollout are rollout
 
 
@@ -36,6 +37,18 @@ class Conditions:
     conditioning: Conditioning
     contrast: Conditioning | None  # None: no expert is guided
 
+    def both(self) -> Conditioning:
+        """The rows of both, one after the other. Raises RecipeError where they cannot share a batch."""
+        told, contrast = self.conditioning, self.contrast
+        assert contrast is not None
+        for name, tensor in told.items():
+            if tensor.shape != contrast[name].shape:
+                raise RecipeError(
+                    f"sampling.guidance_batch: joint needs both texts in one shape, and {name} has "
+                    f"{list(tensor.shape)} and {list(contrast[name].shape)}: set it to separate"
+                )
+        return {name: torch.cat([tensor, contrast[name]]) for name, tensor in told.items()}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
@@ -45,6 +58,9 @@ class Sampler:
     texts: TextCache
     settings: SamplingRecipe
     forward: Forward
+    joint_rows: Mapping[str, int] = field(default_factory=dict)
+    """By purpose of `generate`, the rows of the largest forward that holds both halves of guided predictions; of other
+    purposes each half has a forward of its own."""
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
@@ -54,7 +70,7 @@ class Sampler:
 
     def evaluation_plan(self) -> Plan:
         """Deterministic, whatever the rollouts do. Raises ModelError for a grid that the scheduler cannot make."""
-        return evaluation_plan(self.eval_solver, self.model.sigmas(self.settings.eval_steps, self.latent_shape))
+        return deterministic_plan(self.eval_solver, self.model.sigmas(self.settings.eval_steps, self.latent_shape))
 
     @property
     def eval_solver(self) -> str:
@@ -78,10 +94,13 @@ class Sampler:
         one sample's latents, unless latent_shape.
         """
         conditions = self.conditions(prompts, conditional_frames)
+        joint = 2 * len(prompts) <= self.joint_rows.get(purpose, 0)
 
         def predict(latents: Tensor, sigma: float) -> Tensor:
             sigma_B = torch.full((len(latents),), sigma, dtype=torch.float32, device=latents.device)
             expert = self.model.expert_of(sigma)
+            if joint and self.settings.is_guided(expert):
+                return self.joint_velocity(purpose, latents, sigma_B, conditions, expert)
             return self.velocity(purpose, latents, sigma_B, conditions, expert, contrast_purpose=purpose)
 
         noise = seeded_normal(noise_seeds, shape or self.latent_shape, self.model.device)
@@ -106,6 +125,14 @@ class Sampler:
             unconditional = self.forward(contrast_purpose, latents, sigma, conditions.contrast, expert)
         return self.model.combine_guidance(conditional, unconditional, self.settings.guidance_of(expert))
 
+    def joint_velocity(
+        self, purpose: str, latents: Tensor, sigma: Tensor, conditions: Conditions, expert: int
+    ) -> Tensor:
+        """Return what `velocity` does of a guided expert, but for rounding, by one forward of 2 B rows."""
+        both = torch.cat([latents] * 2), torch.cat([sigma] * 2), conditions.both()
+        conditional, unconditional = self.forward(purpose, *both, expert).chunk(2)
+        return self.model.combine_guidance(conditional, unconditional, self.settings.guidance_of(expert))
+
     def conditions(self, prompts: Sequence[Prompt], conditional_frames: ConditionalFrames | None = None) -> Conditions:
         """The embedded prompts and, where an expert is guided, what they are contrasted with: each prompt's own
         negative text, else the recipe's, else the family's. Both hold the conditional frames."""
@@ -119,27 +146,33 @@ class Sampler:
     def media(self, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
         """uint8 [B,H,W,3] of these latents, of video families [B,T,H,W,3], and whether each was finite: one that was
         not is shown as mid-grey latents and must not be scored."""
-        finite = finite_samples(latents)
-        shown = torch.stack([row if ok else torch.zeros_like(row) for row, ok in zip(latents, finite, strict=True)])
-        parts = torch.split(shown, self.decode_batch(latents.shape[1:]))
-        return np.concatenate([self.model.to_uint8(self.model.decode(part)) for part in parts]), finite
+        return self.decoding(latents).wait()
+
+    @torch.no_grad()
+    def decoding(self, latents: Tensor, rows: slice = slice(None)) -> Decoding:
+        """Begin what `media` waits for, of these rows alone (finite or not: of all). On a GPU it goes on beside what is
+        denoised afterwards."""
+        with beside(self.model.device, latents) as done:
+            finite_B = latents.flatten(1).isfinite().all(1)
+            shown = torch.where(finite_B.view(-1, *[1] * (latents.ndim - 1)), latents, 0.0)[rows]
+            parts = torch.split(shown, self.decode_batch(latents.shape[1:])) if len(shown) else ()
+            # A copy that does not block goes into pinned memory; on a CPU there is nothing to copy.
+            levels = [self.model.levels(self.model.decode(part)).to("cpu", non_blocking=True) for part in parts]
+            finite = finite_B.to("cpu", non_blocking=True)
+        return Decoding(levels, finite, done)
 
     def decode_batch(self, shape: Sequence[int]) -> int:
-        """Number of samples with latents of this shape to decode at once: pictures one by one, small videos together.
+        """Number of samples with latents of this shape to decode at once: small ones together, pictures on a CPU one by
+        one.
 
-        All videos of a batch would need more memory than the denoiser, a small one alone leaves a device idle.
+        All samples of a batch would need more memory than the denoiser, a small one alone leaves a device idle.
         """
-        if not self.model.video:
+        model, size, (*_, h, w) = self.model, self.settings, self.latent_shape
+        if model.device.type == "cpu" and not model.video:
             return 1
-        size, (*_, h, w) = self.settings, self.latent_shape
         frame = shape[-2] * shape[-1] * (size.height // h) * (size.width // w)
-        return max(1, DECODED_PIXELS // (frame * vae.frames_at_once(self.model.pipeline.vae, size.num_frames)))
-
-
-def finite_samples(latents: Tensor) -> list[bool]:
-    """Return for each sample of [B, ...] whether all of it is finite."""
-    finite: list[bool] = latents.flatten(1).isfinite().all(1).tolist()
-    return finite
+        at_once = vae.frames_at_once(model.pipeline.vae, size.num_frames) if model.video else 1
+        return vae.media_at_once(model.pipeline.vae, frame * at_once)
 
 
 def negatives(model: DiffusionModel, settings: SamplingRecipe, prompts: Sequence[Prompt]) -> list[NegativeText]:

@@ -74,6 +74,10 @@ class Sana(DiffusionModel):
         )
         return {"prompt_embeds": embeds, "prompt_attention_mask": mask}
 
+    def text_shapes(self) -> dict[str, tuple[int, ...]]:
+        length = self.max_sequence_length
+        return {"prompt_embeds": (length, self.config.caption_channels), "prompt_attention_mask": (length,)}
+
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
         self.check_denoise(latents, sigma, conditioning)
         if latents.ndim != 4 or expert not in (None, 0):

@@ -51,6 +51,16 @@ class StableDiffusion3(DiffusionModel):
         )
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
+    def text_shapes(self) -> dict[str, tuple[int, ...]]:
+        pipeline, clip_length = self.pipeline, self.pipeline.tokenizer_max_length
+        if pipeline.tokenizer is None and pipeline.text_encoder is not None:  # loaded empty
+            clip_length = pipeline.text_encoder.config.max_position_embeddings
+        return {
+            # CLIP's rows, then T5's or zeros in their place
+            "prompt_embeds": (clip_length + self.max_sequence_length, self.config.joint_attention_dim),
+            "pooled_prompt_embeds": (self.config.pooled_projection_dim,),
+        }
+
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
         self.check_denoise(latents, sigma, conditioning)
         if latents.ndim != 4 or expert not in (None, 0):

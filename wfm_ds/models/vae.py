@@ -1,4 +1,5 @@
-"""VAEs with one interface: normalised latents out of pixels, and back. Their configs say what differs."""
+"""VAEs with one interface: normalised latents out of pixels, and back, float32 whatever the VAE computes in. Their
+configs say what differs."""
 
 from __future__ import annotations
 
@@ -8,23 +9,40 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
+from wfm_ds.pinned import on_device
+
+PIXELS_AT_ONCE = 2**20
+"""Pixels that a float32 VAE has in the works, unless one medium has more: those of a picture of 1024 x 1024. Fixed, so
+that what a machine computes does not depend on the memory that happens to be free."""
 POSTERIOR_ATTRIBUTES = ("latent_dist", "latents", "latent")  # KL and Wan, AutoencoderTiny, AutoencoderDC
 
 
 def encode(vae: Any, pixels: Tensor) -> Tensor:
     """Latents (z - shift) * scale of pixels in [-1, 1]. z is the posterior's mode: deterministic, can be cached."""
-    output = vae.encode(pixels)
+    output = vae.encode(pixels.to(dtype_of(vae)))
     posterior = next(getattr(output, name) for name in POSTERIOR_ATTRIBUTES if hasattr(output, name))
     z: Tensor = posterior if isinstance(posterior, Tensor) else posterior.mode()
     shift, scale = affine(vae)
-    return (z - shift) * scale
+    return (z.float() - shift) * scale
 
 
 def decode(vae: Any, latents: Tensor) -> Tensor:
     """Pixels, roughly in [-1, 1], of normalised latents."""
     shift, scale = affine(vae)
-    pixels: Tensor = vae.decode(latents / scale + shift, return_dict=False)[0]
-    return pixels
+    pixels: Tensor = vae.decode((latents / scale + shift).to(dtype_of(vae)), return_dict=False)[0]
+    return pixels.float()
+
+
+def dtype_of(vae: Any) -> torch.dtype:
+    """The dtype of its weights, and so of what it computes."""
+    dtype: torch.dtype = next(vae.parameters()).dtype
+    return dtype
+
+
+def media_at_once(vae: Any, pixels: int) -> int:
+    """Number of media to encode or decode together that have this many pixels in the works each, at least 1."""
+    budget = PIXELS_AT_ONCE * torch.float32.itemsize // dtype_of(vae).itemsize
+    return max(1, budget // pixels)
 
 
 def frames_at_once(vae: Any, num_frames: int) -> int:
@@ -43,5 +61,6 @@ def affine(vae: Any) -> tuple[Tensor | float, Tensor | float]:
     mean, std = known.get("latents_mean"), known.get("latents_std")
     if mean is None or std is None:
         return float(vae.config.get("shift_factor") or 0.0), float(vae.config.scaling_factor)
-    mean, std = (torch.as_tensor(v, dtype=torch.float32, device=vae.device).view(1, -1, 1, 1, 1) for v in (mean, std))
+    known_there = (on_device(torch.as_tensor(v, dtype=torch.float32), vae.device) for v in (mean, std))
+    mean, std = (v.view(1, -1, 1, 1, 1) for v in known_there)
     return mean, 1 / std

@@ -80,6 +80,9 @@ class Wan(DiffusionModel):
         )
         return {"prompt_embeds": embeds}
 
+    def text_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"prompt_embeds": (self.max_sequence_length, self.config.text_dim)}
+
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
         """Denoise as the base says. With two experts, all of sigma must belong to one; it is read from the device if
         `expert` is not given."""

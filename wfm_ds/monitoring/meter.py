@@ -1,12 +1,9 @@
-"""Means, maxima and seconds of one step, gathered without a host sync per micro-batch. No files: monitor.py writes."""
+"""Means and maxima of one step, gathered without a host sync per micro-batch. No files: monitor.py writes."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,67 +19,66 @@ class Meter:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._weights: dict[str, Tensor] = {}
-        self._maxima: dict[str, Tensor] = {}
+        # On the device, by the names that were added together: `x_std^2` is the mean square of `x_std`.
+        self._sums: dict[tuple[str, ...], Tensor] = {}  # [2, N] float64, of weighted values and of weights
+        self._maxima: dict[tuple[str, ...], Tensor] = {}  # [N]
 
     def add(self, stats: Mapping[str, Tensor | tuple[Tensor, Tensor]], weight_B: Tensor) -> None:
         """stats: detached [B] tensors, or (value, mask) where a value counts for some terms only; weight_B: [B], 0 for
         dummies."""
-        for name, stat in stats.items():
-            value_B, of_name_B = (stat[0], weight_B * stat[1]) if isinstance(stat, tuple) else (stat, weight_B)
-            if "max" in name.rpartition("/")[2].split("_"):
-                biggest = torch.where(of_name_B > 0, value_B.float(), -torch.inf).max()
-                self._maxima[name] = torch.maximum(self._maxima[name], biggest) if name in self._maxima else biggest
-                continue
-            self._book(name, value_B, of_name_B)
-            if name.endswith("_std"):
-                self._book(f"{name}^2", value_B.double().square(), of_name_B)
-
-    def _book(self, name: str, value_B: Tensor, weight_B: Tensor) -> None:
-        self._sums[name] = self._sums.get(name, 0) + torch.where(weight_B > 0, value_B * weight_B, 0).double().sum()
-        self._weights[name] = self._weights.get(name, 0) + weight_B.double().sum()
+        means = {name: stat for name, stat in stats.items() if not is_maximum(name)}
+        squares = {f"{name}^2": stat for name, stat in means.items() if name.endswith("_std")}
+        if means:
+            names = (*means, *squares)
+            sums = weighted_sums([*means.values(), *squares.values()], len(squares), weight_B)
+            self._sums[names] = sums if names not in self._sums else self._sums[names].add_(sums)
+        if len(means) < len(stats):
+            names = tuple(name for name in stats if name not in means)
+            value_NB, weight_NB = stacked([stats[name] for name in names], weight_B)
+            biggest = torch.where(weight_NB > 0, value_NB, -torch.inf).amax(dim=1)
+            self._maxima[names] = torch.maximum(self._maxima.get(names, biggest), biggest)
 
     def collect(self, world: World) -> dict[str, float]:
         """The values over all replicas, on every rank; collective. Empties the meter."""
-        totals = world.replica_sums(
-            {f"s:{n}": float(v) for n, v in self._sums.items()} | {f"w:{n}": float(v) for n, v in self._weights.items()}
-        )
-        values = {n: totals[f"s:{n}"] / totals[f"w:{n}"] for n in self._sums if totals[f"w:{n}"] > 0}
+        kept = [*self._sums.values(), *self._maxima.values()]
+        sums: dict[str, float] = {}
+        weights: dict[str, float] = {}
+        maxima: dict[str, float] = {}
+        # One copy to the host for all.
+        numbers = iter(torch.cat([part.flatten().double() for part in kept]).tolist() if kept else [])
+        for names in self._sums:
+            for of_name in (sums, weights):
+                of_name |= {name: of_name.get(name, 0.0) + next(numbers) for name in names}
+        for names in self._maxima:
+            maxima |= {name: max(maxima.get(name, -math.inf), next(numbers)) for name in names}
+        totals = world.replica_sums({f"s:{n}": v for n, v in sums.items()} | {f"w:{n}": v for n, v in weights.items()})
+        values = {n: totals[f"s:{n}"] / totals[f"w:{n}"] for n in sums if totals[f"w:{n}"] > 0}
         for name in [n for n in values if n.endswith("_std")]:
             values[name] = math.sqrt(max(0.0, values.pop(f"{name}^2") - values[name] ** 2))
-        values |= {
-            n: v for n, v in world.maxima({n: float(v) for n, v in self._maxima.items()}).items() if v > -torch.inf
-        }
+        values |= {n: v for n, v in world.maxima(maxima).items() if v > -torch.inf}
         self.__init__()  # type: ignore[misc]
         return values
 
 
-class Stopwatch:
-    """Seconds by phase; `lap` gives them as `time/<phase>` and starts the next step."""
+def is_maximum(name: str) -> bool:
+    return "max" in name.rpartition("/")[2].split("_")
 
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = defaultdict(float)
-        self._started = time.monotonic()
 
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self._seconds[phase] += time.monotonic() - began
+def stacked(stats: Sequence[Tensor | tuple[Tensor, Tensor]], weight_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and weights of these statistics, [N, B] each: an operation for all of them, not for each."""
+    value_NB = torch.stack([stat[0] if isinstance(stat, tuple) else stat for stat in stats])
+    if not any(isinstance(stat, tuple) for stat in stats):
+        return value_NB, weight_B.expand_as(value_NB)
+    everywhere = torch.ones_like(weight_B)
+    mask_NB = torch.stack([stat[1] if isinstance(stat, tuple) else everywhere for stat in stats])
+    return value_NB, weight_B * mask_NB
 
-    def lap(self) -> dict[str, float]:
-        """Seconds of this rank; every rank has timed the same phases."""
-        now = time.monotonic()
-        seconds = {f"time/{phase}": s for phase, s in sorted(self._seconds.items())} | {
-            "time/step": now - self._started
-        }
-        self.restart()
-        return seconds
 
-    def restart(self) -> None:
-        """Forget what was timed so far: it belongs to no step."""
-        self._seconds.clear()
-        self._started = time.monotonic()
+def weighted_sums(stats: Sequence[Tensor | tuple[Tensor, Tensor]], num_squared: int, weight_B: Tensor) -> Tensor:
+    """[2, N] float64: sums of weighted values, the last `num_squared` of them squared before, and of weights."""
+    value_NB, weight_NB = stacked(stats, weight_B)
+    value_NB = value_NB.double()
+    if num_squared:
+        value_NB[-num_squared:].square_()
+    # Not a product alone: a dummy's value may be NaN.
+    return torch.stack([torch.where(weight_NB > 0, value_NB * weight_NB, 0), weight_NB.double()]).sum(dim=2)

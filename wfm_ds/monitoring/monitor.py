@@ -7,11 +7,13 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from wfm_ds.errors import UserError
 from wfm_ds.monitoring.progress import ConsoleProgress, LineProgress, Pace, open_console
 from wfm_ds.monitoring.samples import ShownSample, by_prompt, sample_animation, sample_grid, sample_table
 from wfm_ds.monitoring.videos import gif_bytes
@@ -47,6 +49,7 @@ class Monitor:
         self._open = is_main
         if not is_main:
             return
+        self._folder = output_dir
         output_dir.mkdir(parents=True, exist_ok=True)
         self._metrics = (output_dir / "metrics.jsonl").open("a", encoding="utf-8")
         self._writer = _open_tensorboard(output_dir / "tensorboard", resumed_at) if tensorboard else None
@@ -60,7 +63,7 @@ class Monitor:
         """One line `{"step", "time", tags...}` in metrics.jsonl, at once on disk, and a point per tag in TensorBoard.
 
         A value that is not finite becomes null in the file and no point, with one warning per tag. Raises ValueError
-        if a tag is named like one of the line's own keys.
+        if a tag is named like one of the line's own keys, UserError if the disk does not take it.
         """
         if not self._open:
             return
@@ -69,24 +72,26 @@ class Monitor:
             raise ValueError(f"{sorted(clash)} cannot be metrics: each line has keys of these names")
         finite = {tag: finite_or_none(value) for tag, value in values.items()}
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
-        self._metrics.write(json.dumps({"step": step, "time": now, **finite}, allow_nan=False) + "\n")
-        self._metrics.flush()
+        with self._writing():
+            self._metrics.write(json.dumps({"step": step, "time": now, **finite}, allow_nan=False) + "\n")
+            self._metrics.flush()
+            if self._writer is not None:
+                self._writer.file_writer.add_summary(scalars_summary(finite), step)
         for tag in (tag for tag, value in finite.items() if value is None):
             self._warn_not_finite(step, tag, values[tag])
-        if self._writer is not None:
-            self._writer.file_writer.add_summary(scalars_summary(finite), step)
 
     def samples(self, step: int, tag: str, samples: Sequence[ShownSample]) -> None:
         """Show samples in TensorBoard: a grid, a row per prompt, and a table of prompts, seeds and rewards. Of videos
-        the grid has the first frames, and `<tag>/video` plays them."""
+        the grid has the first frames, and `<tag>/video` plays them. Raises UserError if the disk does not take them."""
         if not self._open or self._writer is None or not samples:
             return
         siblings = by_prompt(samples)
-        self._writer.add_image(tag, sample_grid(siblings), step, dataformats="HWC")
-        self._writer.add_text(tag, sample_table(siblings), step)
-        if any(sample.moves for sample in siblings):
-            self._writer.file_writer.add_summary(animation_summary(f"{tag}/video", siblings), step)
-        self._writer.flush()
+        with self._writing():
+            self._writer.add_image(tag, sample_grid(siblings), step, dataformats="HWC")
+            self._writer.add_text(tag, sample_table(siblings), step)
+            if any(sample.moves for sample in siblings):
+                self._writer.file_writer.add_summary(animation_summary(f"{tag}/video", siblings), step)
+            self._writer.flush()
 
     def progress(self, step: int, *, samples: int, note: str = "") -> None:
         """`step` is done, with `samples` more than at the last call; the first call, at the start, sets the clock."""
@@ -122,9 +127,10 @@ class Monitor:
         self._progress.close()
         for text in self._last:
             log.info("%s", text)
-        self._metrics.close()
-        if self._writer is not None:
-            self._writer.close()
+        for file in (self._metrics, self._writer):
+            with suppress(OSError):  # what a full disk did not take was said when it was written
+                if file is not None:
+                    file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -133,6 +139,16 @@ class Monitor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"run.output_dir {self._folder} takes no more metrics ({error.strerror}): make room, then start the "
+                "same command again; it continues from the newest checkpoint"
+            ) from error
 
     def _warn_not_finite(self, step: int, tag: str, value: float) -> None:
         if tag not in self._warned:

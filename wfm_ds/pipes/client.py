@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ from wfm_ds.pipes.messages import HUB_TO_CLIENT
 from wfm_ds.pipes.requests import Request, Requests
 from wfm_ds.pipes.sockets import Dealer, Full, Mailbox, NotAllowed, PipeError, check_endpoint
 from wfm_ds.pipes.throttle import Throttle
-from wfm_ds.pipes.wire import Array, Buffer, Message, TensorSpec, WireError
+from wfm_ds.pipes.unfinished import RESUBMIT_S, Submission, TaskRequest, Unfinished
+from wfm_ds.pipes.wire import Array, Buffer, Message, WireError
 
 log = logging.getLogger(__name__)
 
@@ -35,23 +36,9 @@ POLL_MS = 100
 ATTACH_S = 0.1  # between attempts to attach, and to find the hub's new address
 REFUSED_S = 5.0  # a hub that still refuses this client then is not waited for
 SINCE_S = 2.0  # between signs of life
-RESUBMIT_S = 2.0  # until accepted
-FULL_S = 1.0  # before a full hub is asked again
 RELEASE_AGAIN_S = 2.0  # until the hub says that it has forgotten them
 IDS_PER_MESSAGE = 100
 MAX_MID = 2**63 - 1
-MAX_IN_FLIGHT = 4  # submissions sent and not accepted: the rest waits here, not in a socket
-
-
-@dataclass(frozen=True, slots=True)
-class TaskRequest:
-    """Rows [start, stop) of a submission for one worker of `kind`. Equal id = equal work."""
-
-    id: str
-    kind: str
-    start: int
-    stop: int
-    deadline_s: float  # on PipeClient.now_s; the hub gives up after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +50,6 @@ class TaskOutcome:
     seconds: float
     meta: Mapping[str, Any]
     reason: str
-
-
-@dataclass(slots=True)
-class _Submission:
-    rows: Sequence[Mapping[str, Any]]
-    specs: list[TensorSpec]
-    frames: list[Buffer]
-    open: dict[str, TaskRequest]  # without an outcome
-    unaccepted: set[str] = field(default_factory=set)
-    retry_at_s: float = float("-inf")
-
-    def encode(self, mid: int, now_s: float) -> bytes:
-        tasks = [
-            {"id": t.id, "kind": t.kind, "start": t.start, "stop": t.stop, "deadline_s": max(0.0, t.deadline_s - now_s)}
-            for t in self.open.values()
-            if t.id in self.unaccepted
-        ]
-        return wire.encode("submit", mid, {"rows": list(self.rows), "tasks": tasks}, self.specs)
 
 
 class PipeClient:
@@ -113,8 +82,7 @@ class PipeClient:
         self._heard_at_s = self._clock.now_s
         self._mids = itertools.count(1)
         self._complaints = Throttle(log.warning)
-        self._submissions: list[_Submission] = []
-        self._where: dict[str, _Submission] = {}
+        self._unfinished = Unfinished()
         self._requests = Requests(f"mark/{self._identity['epoch']}")
         self._releasing: dict[str, float] = {}  # when the hub was told last to forget it
         self._arrived: dict[str, Message | str] = {}  # a payload, or why it is missing; under self._changed
@@ -141,9 +109,9 @@ class PipeClient:
         """
         specs, frames = wire.pack_tensors(tensors)
         by_id = {task.id: task for task in tasks}
-        submission = _Submission(rows, specs, list(itertools.chain(*frames)), by_id, set(by_id))
+        submission = Submission(rows, specs, list(itertools.chain(*frames)), by_id, set(by_id))
         submission.encode(MAX_MID, self.now_s())  # as large as its header can become
-        self._commands.put(lambda: self._add(submission))
+        self._commands.put(lambda: self._unfinished.add(submission))
 
     def take(self, timeout_s: float) -> list[TaskOutcome]:
         """Outcomes since the last call; waits up to timeout_s for the first."""
@@ -284,18 +252,11 @@ class PipeClient:
             self._changed.notify_all()
 
     def _keep_in_touch(self, now_s: float) -> None:
-        in_flight = 0
-        for submission in self._submissions:
-            if not submission.unaccepted:
-                continue
-            if now_s >= submission.retry_at_s:
-                header = submission.encode(next(self._mids), now_s)
-                if not self._send_frames(header, submission.frames):
-                    return
-                submission.retry_at_s = now_s + RESUBMIT_S
-            in_flight += 1
-            if in_flight >= MAX_IN_FLIGHT:
-                break
+        for submission in self._unfinished.due(now_s):
+            header = submission.encode(next(self._mids), now_s)
+            if not self._send_frames(header, submission.frames):
+                return
+            submission.retry_at_s = now_s + RESUBMIT_S
         self._requests.send(now_s, self._send)
         self._repeat_releases(now_s)
         if now_s - self._since_at_s > SINCE_S and self._send("since", {"seq": self._seq}):
@@ -342,45 +303,29 @@ class PipeClient:
         if self._session != self._last_session:  # the hub is new, or has forgotten us
             self._seq = 0
             self._releasing.clear()
-            for submission in self._submissions:
-                submission.unaccepted = set(submission.open)
-                submission.retry_at_s = float("-inf")
+            self._unfinished.forgotten()
         with self._changed:
             self.kinds, self._last_session = fields["kinds"], self._session
             self._changed.notify_all()
 
     def _accepted(self, fields: Mapping[str, Any], now_s: float) -> None:
-        for task_id in (*fields["ids"], *fields["known"]):
-            if task_id in self._where:
-                self._where[task_id].unaccepted.discard(task_id)
+        self._unfinished.accepted((*fields["ids"], *fields["known"]))
         for task_id, why in fields["refused"]:
-            if why == "full" and task_id in self._where:
-                self._where[task_id].retry_at_s = now_s + FULL_S
-            elif task_id in self._where:
+            if why == "full":
+                self._unfinished.full(task_id, now_s)
+            else:
                 self._finish(TaskOutcome(task_id, False, 0.0, {}, f"refused: {why}"))
 
-    def _add(self, submission: _Submission) -> None:
-        self._submissions.append(submission)
-        self._where.update(dict.fromkeys(submission.open, submission))
-
     def _finish(self, outcome: TaskOutcome) -> None:
-        if self._drop(outcome.id):  # else a repetition
+        if self._unfinished.drop(outcome.id):  # else a repetition
             with self._changed:
                 self._outcomes.append(outcome)
                 self._changed.notify_all()
 
-    def _drop(self, task_id: str) -> bool:
-        submission = self._where.pop(task_id, None)
-        if submission is None:
-            return False
-        del submission.open[task_id]
-        submission.unaccepted.discard(task_id)
-        if not submission.open:
-            self._submissions.remove(submission)
-        return True
-
     def _cancel(self, ids: Iterable[str]) -> None:
-        self._send_ids("cancel", [task_id for task_id in ids if self._drop(task_id)], why="nobody waits for it")
+        self._send_ids(
+            "cancel", [task_id for task_id in ids if self._unfinished.drop(task_id)], why="nobody waits for it"
+        )
 
     def _release(self, ids: Sequence[str]) -> None:
         self._releasing.update(dict.fromkeys(ids, float("-inf")))
@@ -399,7 +344,7 @@ class PipeClient:
             self._send(message_type, {"ids": list(some), **fields})
 
     def _leave(self) -> None:
-        self._cancel(list(self._where))
+        self._cancel(self._unfinished.ids())
         self._send_ids("release", list(self._releasing))
         self._send("since", {"seq": self._seq})
         self._stopping = True

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from wfm_ds.pipes.client import PipeClient, TaskRequest
+from wfm_ds.pipes.client import PipeClient
 from wfm_ds.pipes.messages import MAX_ROWS
+from wfm_ds.pipes.unfinished import TaskRequest
 from wfm_ds.pipes.wire import Array, WireError
 
 SUBMISSION_BYTES = 64 * 2**20  # of tensors in one message; one larger row travels alone

@@ -7,19 +7,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from wfm_ds.recipe.section import Fraction, Section, UserAddress, UserClass, UserPath
+from wfm_ds.recipe.section import Decay, Fraction, Section, UserAddress, UserClass, UserPath
 from wfm_ds.user_class import is_user_class
 
 
 class DataRecipe(Section):
-    """Training data: media with captions (SFT, ddrl) or prompts (RL)."""
+    """Training data: media with captions (SFT, ddrl), pairs of them (DPO), or prompts (RL)."""
 
-    kind: Literal["paired", "cosmos", "webdataset", "prompts"] | UserClass
+    kind: Literal["paired", "cosmos", "webdataset", "pairs", "prompts"] | UserClass
     """SFT: `paired`, NAME.json with `prompt` beside NAME.png or NAME.mp4; `cosmos`, metas/NAME.txt and videos/NAME.mp4;
-    `webdataset`, tar shards; `package.module:Class`, captioned media that a class of your own finds (docs/data.md). RL:
-    `prompts`, a prompt set; ddrl any."""
+    `webdataset`, tar shards; `package.module:Class`, captioned media that a class of your own finds (docs/data.md).
+    DPO: `pairs`, a .jsonl file with `prompt`, `chosen` and `rejected`, or tar shards. RL: `prompts`, a prompt set; ddrl
+    any but pairs."""
     path: UserAddress | Annotated[list[UserAddress], Field(min_length=1)]
-    """The folder. webdataset: a tar file, a glob or a range ({000..123}) of them, or a list of these; local or s3://."""
+    """The folder. webdataset: a tar file, a glob or a range ({000..123}) of them, or a list of these; local or s3://.
+    pairs: the same, or a .jsonl file."""
     options: dict[str, Any] = Field(default_factory=dict)
     """A kind of your own: passed to its constructor."""
     name: str = "prompts"
@@ -27,11 +29,19 @@ class DataRecipe(Section):
     split: str = "train"
     """prompts: the file is SPLIT.txt or SPLIT.jsonl (geneval: SPLIT_metadata.jsonl or SPLIT.jsonl)."""
     caption_dropout: Fraction = 0.0
-    """SFT: share of samples trained on the empty prompt, so that guidance works."""
+    """SFT and DPO: share of samples trained on the empty prompt, so that guidance works."""
     max_bad_fraction: Fraction = 0.05
     """Bad files are skipped and counted; above this share the run stops with exit code 2."""
     shuffle: bool = True
     """Draw samples in an order derived from run.seed, another one each epoch."""
+    choose: Literal["even", "spread"] = "even"
+    """prompts: `even` asks each prompt once an epoch. `spread` draws more often those whose samples are rewarded most
+    differently, from which there is most to learn (docs/data.md): for sets whose prompts come again and again."""
+    choose_floor: Annotated[float, Field(gt=0, le=1)] = 0.14
+    """choose: spread: how often a prompt is drawn whose samples are all rewarded alike, relative to the prompt with the
+    largest spread. 1 draws all equally often."""
+    choose_memory: Decay = 0.6
+    """choose: spread: the share of its old value that a prompt's running variance keeps when a group is rewarded."""
     fps: PositiveFloat | None = None
     """Videos: frames a second of the clips that are cut out. Unset: successive frames, whatever their rate."""
     allow_repeats: bool = False
@@ -51,7 +61,12 @@ class DataRecipe(Section):
     allow_pickle: bool = False
     """cosmos: also read text embeddings from pickles, of which nothing but numpy arrays is ever built."""
     cache_dir: UserPath | None = None
-    """A folder for what is computed once for all runs: text embeddings, latents, indices of tar shards. Unset: none."""
+    """A folder for what is computed once for all runs: text embeddings, latents, indices of tar shards. Unset: none,
+    but for text embeddings, which `cache_text: auto` keeps in the user's cache."""
+    cache_text: Literal["auto", "off"] = "auto"
+    """`auto`: encode all texts of the run before it trains, in cache_dir or $WFM_CACHE (~/.cache/wfm_ds), and then
+    remove the text encoders from memory; they stay if the embeddings would take more than 64 GiB (docs/data.md). `off`:
+    encode a text when it is needed first."""
     cache_latents: bool = False
     """Keep the latents of all training media in cache_dir. Needs the same pixels in every epoch: clip and crop
     `centre`."""
@@ -76,16 +91,23 @@ class DataRecipe(Section):
     def _keys_fit_the_kind(self) -> DataRecipe:
         if self.options and not self.is_own_kind:
             raise ValueError(f"options are for a kind of your own, package.module:Class, not {self.kind}: remove them")
-        if (
-            self.kind != "webdataset"
-            and not self.is_own_kind
-            and (not isinstance(self.path, str) or "://" in self.path)
-        ):
-            raise ValueError(f"kind {self.kind} reads one folder of this machine: lists and URLs are for webdataset")
+        many = self.kind in ("webdataset", "pairs") or self.is_own_kind
+        if not many and (not isinstance(self.path, str) or "://" in self.path):
+            raise ValueError(
+                f"kind {self.kind} reads one folder of this machine: lists and URLs are for webdataset and pairs"
+            )
+        if self.kind == "pairs" and (len(self.shards) > 1 or "://" in self.shards[0]):
+            tables = [path for path in self.shards if path.lower().endswith(".jsonl")]
+            if tables:
+                raise ValueError(f"kind pairs reads one .jsonl file of this machine, or tar shards: {tables[0]}")
         if self.allow_pickle and self.kind != "cosmos":
             raise ValueError(f"allow_pickle is about the embeddings of kind cosmos, not {self.kind}: remove it")
         if isinstance(self.buckets, list) and len(set(self.buckets)) < len(self.buckets):
             raise ValueError(f"buckets names a size twice: {[list(size) for size in self.buckets]}")
+        if self.choose == "even":
+            self.require_default("choose_floor", "choose_memory", unless="choose: spread")
+        else:
+            self.require_default("shuffle", unless="choose: even, as spread draws at random")
         if self.cache_latents and (self.cache_dir is None or "random" in (self.clip, self.crop)):
             raise ValueError("cache_latents needs a cache_dir, and clip: centre and crop: centre")
         return self

@@ -34,6 +34,7 @@ RECIPE_OWNS = {
 TRAINER_OWNS = {
     "train_batch_size": "it follows from micro batch, accumulation and ranks",
     "steps_per_print": "the trainer has its own log",
+    "timers": "the trainer has its own clock, which does not wait for the device",
     "zero_allow_untested_optimizer": "the trainer sets it",
 }
 UNTESTED = {
@@ -89,6 +90,13 @@ def policy_copies(policies: frozenset[str], *, lora: bool) -> frozenset[str]:
     return policies - {"ref"} if lora else policies
 
 
+# Keys of rollouts that shards cannot serve, and why.
+WHOLE_WEIGHTS = {
+    "merge_lora": "adds adapters to whole layers",
+    "cuda_graph": "needs weights that stay where they are",
+}
+
+
 def deepspeed_config(
     recipe: Recipe, *, accumulation: int, policies: frozenset[str], world_size: int, ranks_per_node: int
 ) -> dict[str, Any]:
@@ -98,7 +106,7 @@ def deepspeed_config(
     """
     source = find_config(recipe.engine.deepspeed)
     from_json = read_config(source)
-    zero = check_keys(from_json, source)
+    zero = with_overlap(check_keys(from_json, source), lora=recipe.lora is not None)
     check_combinations(from_json, zero, recipe, policies, source)
     if "zero_hpz_partition_size" in zero:
         zero["zero_hpz_partition_size"] = _hpz_size(zero, world_size, ranks_per_node, source)
@@ -106,6 +114,15 @@ def deepspeed_config(
         # DeepSpeed's default, true, replaces torch.nn.functional.linear in the whole process for good.
         zero.setdefault("memory_efficient_linear", False)
     return from_json | {"zero_optimization": zero} | _recipe_keys(recipe, accumulation, zero["stage"])
+
+
+def with_overlap(zero: dict[str, Any], *, lora: bool) -> dict[str, Any]:
+    """The ZeRO settings with `overlap_comm`, where the JSON leaves it open.
+
+    At stages 1 and 2 DeepSpeed ends each backward pass that overlaps with a wait for the device: full weights have
+    gradients worth it, adapters do not. At stage 3 it means gathering weights ahead, which waits for nothing.
+    """
+    return {"overlap_comm": zero["stage"] == 3 or not lora} | zero
 
 
 def find_config(name: str) -> Path:
@@ -181,6 +198,18 @@ def check_combinations(
         raise RecipeError(
             f"{source}: zero_optimization.memory_efficient_linear must be false: it replaces every linear()"
         )
+    if zero["stage"] == 3 and recipe.rollout is not None and not recipe.is_async:
+        for key, why in WHOLE_WEIGHTS.items():
+            if getattr(recipe.rollout, key):
+                raise RecipeError(
+                    f"{source}: ZeRO stage 3 cuts the weights into shards, and rollout.{key} {why}: use zero2, or "
+                    "remove the key"
+                )
+    if recipe.engine.compile and zero["stage"] == 3 and "leaf_module" not in zero:
+        raise RecipeError(
+            f"{source}: engine.compile cannot compile blocks inside which ZeRO stage 3 gathers weights: use zero2, or, "
+            "to train all weights, name the blocks in zero_optimization.leaf_module (docs/engine.md)"
+        )
     if "leaf_module" in zero and lora:
         raise RecipeError(f"{source}: zero_optimization.leaf_module fails in the backward pass of LoRA: remove it")
     if "leaf_module" in zero and not recipe.model.gradient_checkpointing:
@@ -232,6 +261,8 @@ def _recipe_keys(recipe: Recipe, accumulation: int, stage: int) -> dict[str, Any
         "gradient_clipping": recipe.engine.max_grad_norm,  # left out, DeepSpeed clips to 1
         "zero_allow_untested_optimizer": True,
         "steps_per_print": None,
+        # DeepSpeed's own clock waits for the device in every forward and every micro-step.
+        "timers": {"throughput": {"enabled": False}},
     }
     if recipe.model.dtype == "bfloat16":
         keys |= {"bf16": {"enabled": True}, "communication_data_type": "fp32"}

@@ -20,6 +20,7 @@ class Derived:
     sequence_parallel: int  # ranks of a replica
     samples_per_step: int  # SFT: the global batch; RL: generated samples of one RL step
     samples_per_rank: int
+    candidates_per_step: int = 0  # generated to choose these samples from (sampling.explore), without refilled groups
     terms_per_rank: int  # (sample, timestep) pairs of one optimizer step on one rank
     accumulation: int  # micro-batches of one optimizer step on one rank
     updates_per_step: int  # optimizer steps per step
@@ -29,15 +30,26 @@ class Derived:
     def num_replicas(self) -> int:
         return self.world_size // self.sequence_parallel
 
+    @property
+    def candidates_per_rank(self) -> int:
+        """Candidates of one rank. All generate as many: the first sample again where these cannot be shared evenly."""
+        return math.ceil(self.candidates_per_step / self.num_replicas)
+
     def lines(self) -> list[str]:
         shared = self.sequence_parallel > 1
         replicas, unit = (f" ({self.replicas})", "replica") if shared else ("", "rank")
         return [
             f"ranks                      {self.world_size}{replicas}",
             f"samples per step           {self.samples_per_step} ({self.samples_per_rank} a {unit})",
+            *self._candidates(unit),
             f"training terms a {unit:<10}{self.terms_per_rank} per optimizer step, {self.accumulation} micro-batches",
             f"optimizer steps            {self.total_updates} ({self.updates_per_step} per step)",
         ]
+
+    def _candidates(self, unit: str) -> list[str]:
+        if not self.candidates_per_step:
+            return []
+        return [f"candidates per step        {self.candidates_per_step} ({self.candidates_per_rank} a {unit})"]
 
     @property
     def replicas(self) -> str:
@@ -97,6 +109,7 @@ def _rl(recipe: Recipe, world_size: int, replicas: int) -> Derived:
             "engine.gradient_accumulation is derived in reinforcement learning (all terms of an update divided by "
             "engine.micro_batch_size): remove it"
         )
+    explore = recipe.sampling.explore
     per_update = samples // (replicas * updates)
     terms = per_update * algorithm.terms_per_sample(recipe.sampling)
     return Derived(
@@ -104,6 +117,7 @@ def _rl(recipe: Recipe, world_size: int, replicas: int) -> Derived:
         sequence_parallel=recipe.engine.sequence_parallel,
         samples_per_step=samples,
         samples_per_rank=samples // replicas,
+        candidates_per_step=0 if explore is None else groups * explore.group_size,
         terms_per_rank=terms,
         accumulation=math.ceil(terms / recipe.engine.micro_batch_size),
         updates_per_step=updates,

@@ -92,6 +92,22 @@ def _require_room(bounds: tuple[int, int], size: int, num_steps: int) -> None:
         )
 
 
+class ExploreRecipe(Section):
+    """Rollouts in two stages (Sol-RL, arXiv 2604.06916): many cheap candidates of each prompt are scored, and the best
+    and the worst of them, rollout.group_size together, are trained on."""
+
+    group_size: Annotated[int, Field(ge=2)]
+    """Candidates per prompt, at least rollout.group_size. Of those with a reward the best half and the worst half of
+    rollout.group_size are kept, ranked as algorithm.best_of_n ranks."""
+    steps: Annotated[PositiveInt, Field(le=10_000)]
+    """Denoising steps of a candidate, at most sampling.steps. With fewer steps than these a stochastic solver explores
+    with `ode`: which sample is good depends on the initial noise, and the noise of a step belongs to that step."""
+    regenerate: bool = True
+    """Generate the samples that are kept again, from the same seeds in sampling.steps steps, and score them again: they
+    are trained on with these rewards. False: train on the candidates themselves, which only algorithms can that need no
+    more of a rollout than its clean latents."""
+
+
 class SamplingRecipe(Section):
     """Sizes, and how images are denoised in rollouts and in validation."""
 
@@ -106,6 +122,11 @@ class SamplingRecipe(Section):
     see it."""
     steps: Annotated[PositiveInt, Field(le=10_000)] = 10
     """Denoising steps of a rollout."""
+    grid: Literal["stock", "even"] = "stock"
+    """Noise levels of a rollout's steps. `stock`: those of the pipeline's own scheduler; SD3's last one is .001 to
+    .009, where next to nothing is left to denoise. `even`: q = 1, (N - 1)/N, .. 1/N for N steps, shifted as that
+    scheduler shifts: next to its own grid for SANA and Wan, refused where it has no fixed shift. Validation and exports
+    keep the stock grid."""
     solver: Literal["ode", "dpm2", "flow_sde", "dance", "cps", "edm_2ab", "edm_euler"] = "ode"
     """Rollout solver: deterministic `ode` (Euler) or `dpm2` (second-order multistep); stochastic `flow_sde`
     (Flow-GRPO), `dance` (DanceGRPO) or `cps` (Flow-CPS); or, for ddrl, `edm_2ab` (two-step Adams-Bashforth) or
@@ -115,6 +136,9 @@ class SamplingRecipe(Section):
     window: Window | None = Field(default=None, discriminator="kind")
     """Denoise steps at which a stochastic solver injects noise; the others are `ode`. Unset: all but the last. An
     algorithm that needs log-probabilities trains on these steps."""
+    explore: ExploreRecipe | None = None
+    """Choose the samples of a group from many cheap candidates. Unset: every sample that is generated is trained on.
+    For data.kind: prompts and colocated rollouts (docs/algorithms.md)."""
     same_noise: bool = False
     """The samples of a group start from the same noise; needs a stochastic solver."""
     s_churn: NonNegativeFloat | None = None
@@ -136,8 +160,18 @@ class SamplingRecipe(Section):
     guidance_scale_low: Annotated[float, Field(ge=1)] | None = None
     """Models with two experts (Wan 2.2 A14B): w of the one for less noise; 1 runs no unconditional pass there. Unset:
     guidance_scale."""
+    guidance_batch: Literal["separate", "joint"] = "separate"
+    """The two passes of a guided prediction: one forward each, or `joint`: one forward of both where twice the samples
+    fit into engine.max_forward_batch, in validation, and in the rollouts of algorithms that compare no
+    log-probabilities. Equal but for rounding."""
     negative_prompt: str | None = None
     """Text of the unconditional pass when guidance_scale > 1. Unset: the family's stock negative prompt."""
+
+    @model_validator(mode="after")
+    def _guided_to_share(self) -> SamplingRecipe:
+        if self.guidance_batch == "joint" and self.guidance_scale == 1:
+            raise ValueError("guidance_batch: joint needs a guidance_scale above 1: there is only one pass to run")
+        return self
 
     @model_validator(mode="after")
     def _guided_everywhere(self) -> SamplingRecipe:
@@ -156,8 +190,25 @@ class SamplingRecipe(Section):
         return self.guidance_of(expert) != 1
 
     @property
+    def of_candidates(self) -> SamplingRecipe | None:
+        """This section with the steps of a candidate; None without candidates."""
+        return None if self.explore is None else self.model_copy(update={"steps": self.explore.steps})
+
+    @property
     def is_stochastic(self) -> bool:
         return self.solver in NOISE_LEVELS
+
+    @model_validator(mode="after")
+    def _candidates_are_cheap(self) -> SamplingRecipe:
+        if self.explore is None:
+            return self
+        if self.explore.steps > self.steps:
+            raise ValueError(
+                f"explore.steps {self.explore.steps} is more than steps {self.steps}: candidates are to be cheaper"
+            )
+        if self.same_noise:
+            raise ValueError("explore tells candidates apart by their initial noise: remove same_noise or explore")
+        return self
 
     @property
     def num_noisy_steps(self) -> int:
@@ -188,6 +239,7 @@ class SamplingRecipe(Section):
     def _noise_fits(self) -> SamplingRecipe:
         if self.solver in EDM_SOLVERS:
             unread = [key for key in ("noise_level", "window") if getattr(self, key) is not None]
+            unread += self.changed("grid")
             if unread:
                 raise ValueError(
                     f"the solver {self.solver} does not read {' and '.join(unread)}: set s_churn, or remove them"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pydantic import model_validator
 
-from wfm_ds.recipe.algorithms import Algorithm, RlSections, RlSettings, SftAlgorithm
+from wfm_ds.recipe.algorithms import Algorithm, RlSections, RlSettings, SupervisedSettings
 from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.recipe.section import Section
@@ -26,8 +26,8 @@ from wfm_ds.recipe.sections import (
 )
 
 # Keys that not every recipe reads. A key without effect is an error.
-OF_ROLLOUTS = ("solver", "noise_level", "window", "same_noise")
-OF_PROMPT_SETS = ("name", "split")
+OF_ROLLOUTS = ("solver", "noise_level", "window", "explore", "same_noise")
+OF_PROMPT_SETS = ("name", "split", "choose")
 OF_MEDIA = ("fps", "allow_repeats", "clip", "crop", "buckets", "max_upscale", "cache_latents")
 OF_ASYNC = (
     "max_staleness",
@@ -73,15 +73,30 @@ class Recipe(Section):
         return RlSections(self.algorithm, self.rollout, self.reward)
 
     @property
-    def sft(self) -> SftAlgorithm:
-        """The settings of supervised fine-tuning. Raises TypeError for another recipe, which is our own bug."""
-        if not isinstance(self.algorithm, SftAlgorithm):
-            raise TypeError(f"algorithm {self.algorithm.name} is not sft: ask recipe.is_rl first")
+    def supervised(self) -> SupervisedSettings:
+        """The settings of an algorithm that learns from data alone. Raises TypeError for another recipe, which is our
+        own bug."""
+        if not isinstance(self.algorithm, SupervisedSettings):
+            raise TypeError(f"algorithm {self.algorithm.name} is not supervised: ask recipe.is_rl first")
         return self.algorithm
 
     @property
     def is_async(self) -> bool:
         return self.rollout is not None and self.rollout.mode == "async"
+
+    @property
+    def chooses_samples(self) -> bool:
+        """An RL step trains on some of the samples that it generates."""
+        return self.sampling.explore is not None or (self.rollout is not None and self.rollout.max_refills > 0)
+
+    @property
+    def joint_rows(self) -> dict[str, int]:
+        """Rows of the largest forward that may hold both halves of guided predictions, by its purpose; of purposes that
+        are not named each half has a forward of its own."""
+        if self.sampling.guidance_batch == "separate":
+            return {}
+        exact = not self.is_rl or self.rl.algorithm.compares_log_probs
+        return dict.fromkeys(["validation"] if exact else ["validation", "rollout"], self.engine.max_forward_batch)
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Recipe:
@@ -89,6 +104,13 @@ class Recipe(Section):
         self._data_fits()
         self._all_keys_are_read()
         self.algorithm.check(self)
+        self._samples_can_be_chosen()
+        if self.rollout is not None and self.rollout.cuda_graph and not self.is_async:
+            self._can_be_recorded()
+        if self.rollout is not None and self.rollout.merge_lora:
+            self._lora_can_be_merged()
+        if self.model.base_precision is not None and self.lora is None:
+            raise ValueError("model.base_precision: fp8 is for a base that does not train: add a lora section")
         if self.model.denoiser_init == "random" and self.lora is not None:
             raise ValueError("model.denoiser_init: random trains all weights: remove the lora section")
         if self.reward is not None:
@@ -107,11 +129,16 @@ class Recipe(Section):
             raise ValueError(f"rollout.mode: async is not for algorithm {name}: set it to colocated")
 
     def _data_fits(self) -> None:
-        name, is_prompts = self.algorithm.name, self.data.kind == "prompts"
-        if is_prompts and not self.algorithm.takes_prompts:
-            raise ValueError(f"algorithm {name} needs captioned media: data.kind paired, cosmos or webdataset")
-        if not is_prompts and not self.algorithm.takes_media:
-            raise ValueError(f"algorithm {name} needs data.kind: prompts")
+        algorithm, data = self.algorithm, self.data
+        kinds = {
+            "prompts": (algorithm.takes_prompts, "data.kind: prompts"),
+            "captioned media": (algorithm.takes_media, "captioned media: data.kind paired, cosmos or webdataset"),
+            "pairs": (algorithm.takes_pairs, "data.kind: pairs"),
+        }
+        fits = [data.kind] if data.kind in kinds else ["captioned media", *(["pairs"] if data.is_own_kind else [])]
+        if not any(kinds[kind][0] for kind in fits):
+            needed = " or ".join(words for taken, words in kinds.values() if taken)
+            raise ValueError(f"algorithm {algorithm.name} needs {needed}")
 
     def _all_keys_are_read(self) -> None:
         if unread := unread_keys(self):
@@ -122,6 +149,61 @@ class Recipe(Section):
         if unread := unread_async_keys(self):
             raise ValueError(
                 f"rollout.mode: colocated does not read {' and '.join(unread)}: remove it, or set mode: async"
+            )
+
+    def _samples_can_be_chosen(self) -> None:
+        """Refuse recipes in which samples cannot be chosen by their rewards."""
+        if not self.is_rl:
+            return
+        algorithm, rollout, explore = self.rl.algorithm, self.rl.rollout, self.sampling.explore
+        chosen_by = [
+            *(["sampling.explore"] if explore else []),
+            *(["rollout.max_refills"] if rollout.max_refills else []),
+        ]
+        for key in chosen_by:
+            if self.is_async:
+                raise ValueError(f"{key} is for colocated rollouts: remove it, or set rollout.mode: colocated")
+            if self.data.kind != "prompts":
+                raise ValueError(f"{key} is for data.kind: prompts, not {self.data.kind}: remove it")
+        if explore is None:
+            return
+        if algorithm.samples_in_edm:
+            raise ValueError(
+                f"sampling.explore is not for algorithm {algorithm.name}, whose solvers have a grid of their own: "
+                "remove it"
+            )
+        if algorithm.compares_log_probs and not explore.regenerate:
+            raise ValueError(
+                f"algorithm {algorithm.name} trains on the denoise steps of its samples, and candidates keep none: set "
+                "sampling.explore.regenerate: true"
+            )
+        if explore.group_size < rollout.group_size:
+            raise ValueError(
+                f"sampling.explore.group_size {explore.group_size} is less than rollout.group_size "
+                f"{rollout.group_size}, the candidates that are kept: raise it"
+            )
+        if explore.group_size > rollout.group_size and rollout.group_size % 2:
+            raise ValueError(
+                f"sampling.explore keeps as many best as worst candidates: make rollout.group_size "
+                f"{rollout.group_size} even"
+            )
+
+    def _can_be_recorded(self) -> None:
+        if self.engine.sequence_parallel > 1:
+            raise ValueError(
+                "rollout.cuda_graph: a graph cannot hold the exchanges between the ranks of a replica; remove the key, "
+                "or set engine.sequence_parallel: 1"
+            )
+
+    def _lora_can_be_merged(self) -> None:
+        if self.lora is None:
+            raise ValueError("rollout.merge_lora: without a lora section there is nothing to merge; remove the key")
+        if self.model.base_precision is not None:
+            raise ValueError("rollout.merge_lora: adapters cannot be merged into a base in fp8; remove one of the keys")
+        if self.rl.algorithm.compares_log_probs:
+            raise ValueError(
+                f"rollout.merge_lora: algorithm {self.algorithm.name} compares the log-probabilities of its rollouts "
+                "with those of training, and merged weights are rounded otherwise; remove the key"
             )
 
     def _waits_fit(self, reward: RewardRecipe) -> None:
@@ -144,7 +226,7 @@ def unread_keys(recipe: Recipe) -> list[str]:
         unread += [("validation", key) for key in OF_HELD_OUT_MEDIA]
         unread += [("data", "caption_dropout")] if "caption_dropout" not in data else []
     else:
-        unread += [("sampling", key) for key in OF_ROLLOUTS]
+        unread += [*(("sampling", key) for key in OF_ROLLOUTS), ("validation", "rollout_correlation")]
     return [f"{section}.{key}" for section, key in unread if getattr(recipe, section).changed(key)]
 
 

@@ -30,6 +30,8 @@ from wfm_ds.recipe.section import (
     UserPath,
 )
 
+AttentionName = Literal["auto", "native", "cudnn", "flash", "flash3", "sage"]
+
 
 class RunRecipe(Section):
     """The folder that the run writes to, its length, and the seed that all randomness is derived from."""
@@ -38,7 +40,7 @@ class RunRecipe(Section):
     """Folder on this machine for everything that the run writes. Created; must not hold a run of another recipe.
     checkpoint.storage copies it to S3."""
     steps: PositiveInt
-    """Optimizer steps for SFT, RL steps for reinforcement learning."""
+    """Optimizer steps for SFT and DPO, RL steps for reinforcement learning."""
     seed: NonNegativeInt = 0
     """All randomness follows from (seed, step, sample id), never from the rank or the world size."""
     resume: Annotated[str, Field(min_length=1)] = "auto"
@@ -57,6 +59,14 @@ class ModelRecipe(Section):
     class."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype of the denoiser. Latents, losses, optimizer and averages are float32 in any case."""
+    base_precision: Literal["fp8"] | None = None
+    """`fp8`: keep the linear layers of the blocks, which are frozen beside adapters, in float8 e4m3 with a scale for
+    each row, and multiply in float8: half the memory, and less time on a GPU of compute capability 8.9 or newer.
+    Reference, old and trained policy compute with the same base, so equal policies stay equal to the bit. For LoRA
+    runs. Unset: dtype."""
+    vae_dtype: Literal["bfloat16", "float32"] = "float32"
+    """Dtype of the VAE's weights and of what it computes. `bfloat16` takes half the memory and less time, and latents
+    and pictures are those of another rounding; `data.cache_latents` keeps the two apart."""
     denoiser_init: Literal["pretrained", "random"] = "pretrained"
     """`random` re-initialises the denoiser from `run.seed` and its config: training from scratch."""
     gradient_checkpointing: bool = False
@@ -67,6 +77,11 @@ class ModelRecipe(Section):
     prompt_template: Literal["stock", "none"] | None = None
     """SANA: the instruction that its pipelines put before each prompt, but not before negative ones. `stock` keeps it,
     `none` drops it. Unset: as stored with the pipeline (call.json), else stock. Other families have none to choose."""
+    attention: AttentionName = "auto"
+    """The kernel of the denoiser's attention. `auto`: `cudnn` on a GPU of compute capability 9.0 (H100) or newer where
+    dtype and model allow it, else `native`, torch's own choice. `flash` needs the package flash-attn, `flash3`
+    FlashAttention-3, `sage` sageattention; these two have no backward pass, so they are for rollout workers and
+    `generate` (docs/engine.md)."""
     guardrail: Literal["stock", "off"] = "stock"
     """The safety checker of a pipeline that comes with one (Cosmos): `stock` needs its package cosmos_guardrail and
     checks prompts and videos as the pipeline does; `off` runs without, which the model's licence may not allow."""
@@ -98,10 +113,10 @@ class EngineRecipe(Section):
     deepspeed: str = "zero2"
     """A name in ds_configs/ (zero1, zero2, zero3, ...) or the path of a DeepSpeed JSON. It owns ZeRO settings only."""
     micro_batch_size: PositiveInt = 1
-    """Training terms (SFT: samples; RL: pairs of sample and timestep) per forward and rank, or per forward and
-    replica of `sequence_parallel` ranks."""
+    """Training terms (SFT: samples; DPO: pairs of media; RL: pairs of sample and timestep) per forward and rank, or per
+    forward and replica of `sequence_parallel` ranks."""
     gradient_accumulation: PositiveInt = 1
-    """SFT: micro-batches per optimizer step. RL derives it: all terms of an update, divided by micro_batch_size."""
+    """SFT, DPO: micro-batches per optimizer step. RL derives it: all terms of an update divided by micro_batch_size."""
     max_forward_batch: PositiveInt = 16
     """Samples per forward without gradient (rollout, validation, old and reference predictions)."""
     max_grad_norm: NonNegativeFloat = 1.0
@@ -109,10 +124,16 @@ class EngineRecipe(Section):
     sequence_parallel: PositiveInt = 1
     """Neighbouring ranks that work on the same samples together, each on its share of the tokens: for videos whose
     activations one GPU cannot hold. Divides the ranks of a node."""
+    compile: bool = False
+    """Compile the denoiser's repeated blocks (torch.compile), in rollout workers too: faster forwards and backwards
+    after a first step that takes minutes. For zero1 and zero2 (docs/engine.md)."""
     timeout_minutes: PositiveFloat = 30.0
     """A run of several ranks ends, and names the rank that the others wait for, when none has begun a forward, step or
     exchange, or got on with a scan, cache, export or rewards, for so long. Longer than it takes to load the model or to
     write a checkpoint, and than `reward.timeout_s` and `reward.start_timeout_s`."""
+    deterministic: bool = False
+    """Use deterministic kernels alone, in rollout workers too: slower, and two runs on GPUs of one kind have equal bits
+    as on a CPU in any case (docs/checkpoints.md). An operation without such a kernel ends the run."""
     guard: bool = False
     """Before every forward, check that all ranks are about to do the same one. For debugging; costs one small
     all-reduce a forward."""
@@ -158,16 +179,28 @@ class RolloutRecipe(Section):
     """Prompts (groups) per RL step, over all ranks."""
     group_size: int = Field(24, ge=2)
     """Samples per prompt. An advantage compares siblings, so at least 2."""
+    max_refills: Annotated[int, Field(ge=0, le=100)] = 0
+    """Rounds of an RL step in which groups that teach nothing, because their rewards are all equal or missing, are
+    replaced by groups about further prompts (DAPO's dynamic sampling, arXiv 2503.14476). A round generates as many
+    groups as are missing; after the last one the step trains on what there is. For data.kind: prompts and colocated
+    rollouts."""
     policy: Literal["current", "reference"] | None = None
     """ddrl: what generates the samples, the weights as they are or the reference policy. Unset: current. Other
     algorithms have a policy of their own for it."""
+    merge_lora: bool = False
+    """Add the LoRA into the weights while samples are generated: forwards without adapters, and a copy of the adapted
+    layers' weights meanwhile. Only for algorithms that compare no log-probabilities; not for zero3, unless async."""
+    cuda_graph: bool = False
+    """Launch the kernels of a rollout's forwards together, as a CUDA graph recorded once for each size of batch, which
+    keeps the memory of a forward. Not for zero3 or sequence_parallel, unless async. A CPU runs forwards as ever."""
     max_staleness: NonNegativeInt = 1
     """async: how many publications of the policy, one per RL step, a sample may be behind the weights that train on it.
     0 is strictly on-policy: samples of a step are generated after the step before it."""
     spawn: Annotated[int, Field(ge=0, le=256)] = 1
     """async: workers that the trainer starts on its machine. 0: only those that join by themselves."""
     devices: Annotated[list[str], Field(min_length=1)] | None = None
-    """async: devices of these workers in turn, such as cuda:6. Unset: cpu; must be set where the trainer has GPUs."""
+    """async: devices of these workers in turn, such as cuda:6, counted among all GPUs that the run may use on the
+    trainer's machine (docs/async.md). Unset: cpu; must be set where the trainer has GPUs."""
     bind: str = "ipc"
     """async: where workers that join find the trainer: `ipc` (this machine, this user) or a `tcp://` address of one
     interface, whose port and the next one are taken. One that other machines reach needs `keys`."""
@@ -264,21 +297,25 @@ class ValidationRecipe(Section):
     """Evaluation at intervals, deterministic and equal for every step, run and world size. Uses EMA weights if any."""
 
     every: NonNegativeInt = 0
-    """Steps between evaluations (SFT: optimizer steps, RL: RL steps); 0 only at the end."""
+    """Steps between evaluations (SFT and DPO: optimizer steps, RL: RL steps); 0 only at the end."""
     at_start: bool = True
     """Evaluate before the first step too."""
     prompts: UserPath | None = None
     """A .txt or .jsonl prompt file for samples and rewards. Unset: the training prompts."""
     num_prompts: PositiveInt = 16
-    """Prompts used, from the top of the list. SFT, which scores no samples, draws logging.num_samples at most."""
+    """Prompts used, from the top of the list. SFT and DPO score no samples and draw
+    logging.num_samples at most."""
     seeds: list[NonNegativeInt] = Field(default=[1000001], min_length=1)
     """Noise seeds; each prompt is sampled once with each."""
+    rollout_correlation: bool = False
+    """RL: sample the same prompts and seeds with the rollout's steps and solver too, and report the rank correlation of
+    the rewards of both: whether rollouts of so few steps tell good samples from bad ones."""
     path: UserAddress | None = None
-    """SFT: data of the kind of data.kind for the validation loss. Unset: `holdout` of the training data."""
+    """SFT and DPO: data of the kind of data.kind for the validation loss. Unset: `holdout` of the training data."""
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """SFT: share of the training data kept out of training, chosen by a hash of the sample id."""
+    """SFT and DPO: share of the training data kept out of training, chosen by a hash of the sample id."""
     num_images: PositiveInt = 64
-    """SFT: samples of the validation loss, the first of them by id; each is seen at eight noise levels."""
+    """SFT and DPO: samples of the validation loss, the first of them by id; each is seen at eight noise levels."""
 
 
 class CheckpointRecipe(Section):

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from wfm_ds.algorithms import RlAlgorithm
-from wfm_ds.chunks import chunks
+from wfm_ds.chunks import chunks, even_shares
 from wfm_ds.rollout.groups import Group, GroupSource
-from wfm_ds.rollout.members import StepRollouts, rolled_out, step_members
+from wfm_ds.rollout.members import RolloutSample, StepRollouts, rolled_out, step_members
 from wfm_ds.rollout.rewards import RewardClient
-from wfm_ds.rollout.scores import Scores, gather_scores, submit_pictures
+from wfm_ds.rollout.scores import Submissions, gather_scores
 from wfm_ds.run.job import Job
-from wfm_ds.types import ConditionalFrames, Rollout, Score
+from wfm_ds.sampling.denoise import Plan, Trajectory
+from wfm_ds.types import ConditionalFrames, Score
 
 
 class ColocatedSource:
@@ -34,23 +35,39 @@ class ColocatedSource:
         return self.groups.stats()
 
     def next(self, step: int) -> StepRollouts:
-        """Generate the step's samples. Collective: each rank denoises samples_per_rank samples in equal chunks
-        under the rollout policy."""
-        job = self.job
-        members = step_members(
-            self.groups.groups(step),
-            group_size=self.group_size,
+        """Generate the step's samples. Collective."""
+        members = self.members(self.groups.groups(step), self.group_size, step)
+        return self.generate(members, self.algorithm.plan(step))
+
+    def members(
+        self, groups: Sequence[Group], group_size: int, step: int, *, first_group: int = 0
+    ) -> list[RolloutSample]:
+        """So many samples of each of these groups, whose numbers in the step begin with `first_group`."""
+        recipe = self.job.recipe
+        return step_members(
+            groups,
+            group_size=group_size,
             step=step,
-            run_seed=job.recipe.run.seed,
-            same_noise=job.recipe.sampling.same_noise,
+            run_seed=recipe.run.seed,
+            same_noise=recipe.sampling.same_noise,
+            first_group=first_group,
         )
-        count = job.derived.samples_per_rank
-        first = job.world.dp_rank * count
-        plan = self.algorithm.plan(step)
-        rollouts: list[Rollout] = []
-        broken: Scores = {}
-        with job.engine.policy(self.algorithm.rollout_policy), torch.no_grad():
-            for part in chunks(members[first : first + count], job.recipe.engine.max_forward_batch):
+
+    def generate(self, members: Sequence[RolloutSample], plan: Plan) -> StepRollouts:
+        """Denoise this replica's share of these samples under the rollout policy, and submit it to be scored.
+
+        Collective: all replicas denoise equally many in equal chunks, those whose share is smaller the first sample
+        once more."""
+        job = self.job
+        shares = even_shares(len(members), job.world.dp_size)
+        mine = shares[job.world.dp_rank]
+        here = members[mine.start : mine.stop]
+        rows = [*here, *[members[0]] * (len(shares[0]) - len(here))]
+        made: list[tuple[Sequence[RolloutSample], Trajectory]] = []
+        submissions = Submissions(job, self.rewards)
+        merge = job.recipe.rl.rollout.merge_lora
+        with job.engine.policy(self.algorithm.rollout_policy, merge=merge), job.engine.replayed(), torch.no_grad():
+            for part in chunks(rows, job.recipe.engine.max_forward_batch):
                 trajectory = job.sampler.generate(
                     "rollout",
                     [m.prompt for m in part],
@@ -60,11 +77,20 @@ class ColocatedSource:
                     conditional_frames=conditional_latents([m.group for m in part]),
                     shape=None if part[0].group.data is None else part[0].group.data.shape,  # one in an RL step
                 )
-                with job.timer("decode"):
-                    ids = [m.sample_id for m in part]
-                    broken |= submit_pictures(job, self.rewards, trajectory.clean, ids, [m.prompt for m in part])[1]
-                rollouts += [rolled_out(m, trajectory, i, broken=m.sample_id in broken) for i, m in enumerate(part)]
-        return StepRollouts(members=members, mine=rollouts, first=first, broken=broken)
+                wanted = part[: max(0, len(here) - sum(len(p) for p, _ in made))]
+                made.append((part, trajectory))
+                if wanted:
+                    with job.timer("decode"):
+                        clean = trajectory.clean[: len(wanted)]
+                        submissions.add(clean, [m.sample_id for m in wanted], [m.prompt for m in wanted])
+        with job.timer("decode"):
+            broken = submissions.close()
+        rollouts = [
+            rolled_out(m, trajectory, i, broken=m.sample_id in broken)
+            for part, trajectory in made
+            for i, m in enumerate(part)
+        ]
+        return StepRollouts(members=members, mine=rollouts[: len(here)], first=mine.start, broken=broken)
 
     def scores(self, rollouts: StepRollouts) -> list[dict[str, Score]]:
         """{reward: Score} of every member on all ranks, in member order; collective."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -46,10 +46,15 @@ class Generator:
         settings: SamplingRecipe,
         algorithm: RlAlgorithm,
         weights: PolicyWeights,
+        joint_rows: Mapping[str, int],
+        begin: Callable[[], None] | None = None,
     ) -> None:
+        """joint_rows: see Sampler. begin: called before each chunk's forwards, when its weights are there."""
         self._forward = CountedForward(model.denoise)
-        self.sampler = Sampler(model=model, texts=texts, settings=settings, forward=self._reported)
-        self.algorithm, self.weights = algorithm, weights
+        self.sampler = Sampler(
+            model=model, texts=texts, settings=settings, forward=self._reported, joint_rows=joint_rows
+        )
+        self.algorithm, self.weights, self._begin = algorithm, weights, begin
         self._progress: Progress | None = None  # of the chunk in hand
         self._lock = threading.Lock()
 
@@ -58,8 +63,10 @@ class Generator:
         """Denoise and decode all members as one batch under one publication. `progress` counts forwards."""
         with self._lock:
             self._progress = progress
-            self._forward.counts.clear()
+            self._forward.clear()
             publication = self.weights.use(manifest)
+            if self._begin is not None:
+                self._begin()
             members = work.samples
             trajectory = self.sampler.generate(
                 "rollout",
@@ -68,7 +75,8 @@ class Generator:
                 self.algorithm.plan(work.step),
                 seeds=[m.seed for m in members],
             )
-            media, finite = self.sampler.media(trajectory.clean)
+            decoding = self.sampler.decoding(trajectory.clean)
+        media, finite = decoding.wait()  # beside the next lane's denoising, on a GPU
         return Generated(publication=publication, trajectory=trajectory, media=media, finite=finite)
 
     def _reported(

@@ -7,13 +7,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from wfm_ds.engine.attention import in_use
 from wfm_ds.errors import RecipeError
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.fingerprint import fingerprint
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.user_class import import_class, is_user_class, source_file
 
-ELSEWHERE = {"model": {"path"}}  # keys that may differ from machine to machine
+ELSEWHERE = {"model": {"path", "attention"}}  # keys that may differ from machine to machine
 
 
 def identity(recipe: Recipe, model: DiffusionModel) -> dict[str, str]:
@@ -29,6 +30,10 @@ def identity(recipe: Recipe, model: DiffusionModel) -> dict[str, str]:
         name: None if section is None else section.model_dump(mode="json", exclude=ELSEWHERE.get(name))
         for name, section in sections.items()
     }
+    if recipe.rl.algorithm.compares_log_probs:
+        # Log-probabilities of two kernels may differ by more than a clip range.
+        plain["model.attention and engine.compile"] = [in_use(model.bare_denoiser), recipe.engine.compile]
+    plain["rollout.merge_lora"] = recipe.rl.rollout.merge_lora
     plain["run.seed"] = recipe.run.seed
     plain["classes of your own"] = own_code(recipe)
     plain["reward.functions"] = [f.name for f in recipe.rl.reward.functions]

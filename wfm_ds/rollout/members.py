@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wfm_ds.rollout.groups import Group
+from wfm_ds.rollout.groups import Group, RewardedGroup
 from wfm_ds.rollout.scores import Scores
 from wfm_ds.sampling.denoise import Trajectory
 from wfm_ds.seeds import derive_seed
@@ -31,12 +31,20 @@ class RolloutSample:
 
 
 def step_members(
-    groups: Sequence[Group], *, group_size: int, step: int, run_seed: int, same_noise: bool = False
+    groups: Sequence[Group],
+    *,
+    group_size: int,
+    step: int,
+    run_seed: int,
+    same_noise: bool = False,
+    first_group: int = 0,
 ) -> list[RolloutSample]:
     """All samples of one RL step: group g holds `group_size` consecutive ones, which start from the same noise if the
-    recipe says so."""
+    recipe says so. first_group: the number of the first group, above 0 for further groups of the step.
+
+    A larger group has the same first members."""
     members = []
-    for g, group in enumerate(groups):
+    for g, group in enumerate(groups, start=first_group):
         group_id = f"{step}/{g}/{group.prompt.id}"
         shared = derive_seed(run_seed, "group_noise", step, g)
         for k in range(group_size):
@@ -53,6 +61,15 @@ def step_members(
     return members
 
 
+def rewarded_groups(members: Sequence[RolloutSample], rewards: Sequence[float | None]) -> list[RewardedGroup]:
+    """Return the groups of an RL step with the rewards of their samples, which are given by member."""
+    groups = {member.group_id: member.group for member in members}
+    found: dict[str, list[float | None]] = {group_id: [] for group_id in groups}
+    for member, reward in zip(members, rewards, strict=True):
+        found[member.group_id].append(reward)
+    return [(group, found[group_id]) for group_id, group in groups.items()]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRollouts:
     """The samples of one RL step: those of this rank's replica, and who is in which group on all ranks."""
@@ -61,6 +78,7 @@ class StepRollouts:
     mine: Sequence[Rollout]  # equally many on every replica, a contiguous part of members
     first: int  # index of mine[0] among members
     broken: Scores  # named failures of this rank's samples whose latents are not finite
+    rewarded: Sequence[RewardedGroup] | None = None  # all that members were chosen from; None: they are all there is
 
 
 def rolled_out(member: RolloutSample, trajectory: Trajectory, row: int, *, broken: bool) -> Rollout:

@@ -13,9 +13,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from wfm_ds.distributed.accelerator import uses_cuda
+from wfm_ds.distributed.gpus import for_process, machine_gpus
 from wfm_ds.distributed.world import free_port
 from wfm_ds.errors import RecipeError
 from wfm_ds.pipes.folders import SocketFolder
@@ -50,7 +53,7 @@ class RolloutService:
         device that has to be named, OSError if a file cannot be written or a child not started; nothing is left then.
         """
         self.recipe, self.settings, self.rewards = recipe, recipe.rl.rollout, rewards
-        self.devices = spawn_devices(self.settings.devices, self.settings.spawn)
+        self.places = places(self.settings, num_ranks)
         self.threads = max(1, (os.cpu_count() or 1) // (num_ranks + max(1, self.settings.spawn)))
         self.folder = recipe.run.output_dir / ROLLOUT
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -76,21 +79,24 @@ class RolloutService:
         try:
             self._announce({"clients": self.hub.client_endpoint, "workers": workers, "pid": os.getpid()})
             for i in range(self.settings.spawn):
-                self.children.append(Child(self, f"spawned-{i}", self.devices[i % len(self.devices)]))
+                self.children.append(Child(self, f"spawned-{i}", self.places[i % len(self.places)]))
         except BaseException:
             self.stop()
             raise
 
-    def command(self, name: str, device: str) -> list[str]:
+    def command(self, name: str, place: Place) -> list[str]:
+        device = place.device if place.gpu is None else "cuda:0"  # the only one that it sees
         recipe, endpoint = str(self.recipe.run.output_dir / "recipe.yaml"), self.endpoint
         options = {"--connect": endpoint, "--rewards": self.rewards, "--device": device, "--name": name}
         words = [word for pair in options.items() for word in pair]
         return [sys.executable, "-m", "wfm_ds.rollout", recipe, *words, "--stop-on-eof"]
 
-    def environment(self) -> dict[str, str]:
-        """Environment of this process without the variables that make it a rank."""
+    def environment(self, gpu: str | None) -> dict[str, str]:
+        """Environment of this process without the variables that make it a rank, and with this GPU alone if it has
+        one."""
         kept = {name: value for name, value in os.environ.items() if not OF_RANKS.fullmatch(name)}
-        return {"OMP_NUM_THREADS": str(self.threads), **kept}
+        own = {"OMP_NUM_THREADS": str(self.threads), **kept}
+        return own if gpu is None else for_process(own, gpu)
 
     def failures(self) -> list[str]:
         """The reasons why children are not started again."""
@@ -133,8 +139,8 @@ class RolloutService:
 class Child:
     """A worker on this machine; started again when it dies. It ends when this process does: its stdin closes."""
 
-    def __init__(self, service: RolloutService, name: str, device: str) -> None:
-        self.service, self.name, self.device = service, name, device
+    def __init__(self, service: RolloutService, name: str, place: Place) -> None:
+        self.service, self.name, self.place = service, name, place
         self.failure = ""  # why it is not started again
         self.log = service.folder / f"{name}.log"
         self._stopping = threading.Event()
@@ -174,11 +180,11 @@ class Child:
         self._life, self.worked = self._life + 1, False
         with self.log.open("ab") as log_file:
             return subprocess.Popen(
-                self.service.command(self.life, self.device),
+                self.service.command(self.life, self.place),
                 stdin=subprocess.PIPE,
                 stdout=log_file,
                 stderr=log_file,
-                env=self.service.environment(),
+                env=self.service.environment(self.place.gpu),
                 start_new_session=True,  # Ctrl-C is for the trainer
             )
 
@@ -220,13 +226,36 @@ def stall_s(rollout: RolloutRecipe, reward: RewardRecipe) -> float:
     return max(1, rollout.in_flight - 1) * rollout.timeout_s + reward.timeout_s
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The device of a worker on this machine."""
+
+    device: str  # as the recipe has it
+    gpu: str | None = None  # what CUDA_VISIBLE_DEVICES calls it; None for one that is no GPU
+
+
+def places(rollout: RolloutRecipe, num_ranks: int) -> list[Place]:
+    """The places of the children, in turn, beside `num_ranks` training ranks of this machine. Raises RecipeError for
+    GPUs that are not there, and where a guess could take memory from the ranks. Warns of a GPU that is a rank's too."""
+    devices = spawn_devices(rollout.devices, rollout.spawn)[: max(1, rollout.spawn)]
+    if not any(device.startswith("cuda") for device in devices):
+        return [Place(device) for device in devices]
+    gpus = machine_gpus(num_ranks)
+    found = [Place(device, gpus.name(device)) for device in devices]
+    shared = [place.device for place in found if place.gpu in gpus.of_ranks]
+    if shared:  # the only way on a machine with one GPU
+        log.warning(
+            "rollout.devices: %s train too: rollouts and training slow each other down there, and share the memory",
+            ", ".join(dict.fromkeys(shared)),
+        )
+    return found
+
+
 def spawn_devices(named: list[str] | None, spawn: int) -> list[str]:
     """The devices of the children, in turn. Raises RecipeError where a guess could take memory from the ranks."""
-    import torch
-
     if named is not None or spawn == 0:
         return named or ["cpu"]
-    if torch.cuda.is_available():
+    if uses_cuda():
         raise RecipeError(
             "rollout.spawn: name the GPUs of the workers in rollout.devices, such as [cuda:6, cuda:7], and leave them "
             "out of the training ranks; or set spawn: 0 and start workers elsewhere"

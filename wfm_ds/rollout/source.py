@@ -14,11 +14,12 @@ from torch import Tensor
 
 from wfm_ds.algorithms import RlAlgorithm
 from wfm_ds.errors import RunError
-from wfm_ds.pipes.client import PipeClient, TaskOutcome, TaskRequest
+from wfm_ds.pipes.client import PipeClient, TaskOutcome
 from wfm_ds.pipes.hub import Hub
 from wfm_ds.pipes.keys import ClientKeys
 from wfm_ds.pipes.messages import MAX_ROWS
 from wfm_ds.pipes.sockets import PipeError
+from wfm_ds.pipes.unfinished import TaskRequest
 from wfm_ds.pipes.wire import Message, WireError
 from wfm_ds.rollout import KIND
 from wfm_ds.rollout.coordinator import Chunk, Closed, Coordinator

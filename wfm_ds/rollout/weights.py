@@ -15,6 +15,8 @@ from safetensors import SafetensorError, safe_open
 
 from wfm_ds.checkpoint.adapter import load_adapter, placed_names
 from wfm_ds.checkpoint.export import LORA_FILES, LORA_FOLDER, LORA_PREFIX
+from wfm_ds.engine.flops import adapted_layers
+from wfm_ds.engine.merging import AdapterMerge
 from wfm_ds.errors import UserError
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.pipes.client import PipeClient
@@ -32,11 +34,12 @@ NAME = re.compile(r"[\w-]+/[\w.-]+")  # of a file: one folder deep, nowhere else
 class PolicyWeights:
     """The model's denoiser with the weights of one publication. For one thread at a time."""
 
-    def __init__(self, model: DiffusionModel, client: PipeClient, *, lora: bool) -> None:
-        """`client`: attached to the trainer's hub."""
-        self.model, self.client, self.lora = model, client, lora
+    def __init__(self, model: DiffusionModel, client: PipeClient, *, lora: bool, merge: bool = False) -> None:
+        """`client`: attached to the trainer's hub. merge: have the adapter in the weights (engine/merging.py)."""
+        self.model, self.client, self.lora, self.merge = model, client, lora, merge
         self.loaded: Manifest | None = None
         self._adapted = False
+        self._merged: AdapterMerge | None = None
 
     def use(self, manifest: Manifest) -> int:
         """Have at least this publication on the model, and return which one it is: the newest known of its life.
@@ -92,6 +95,15 @@ class PolicyWeights:
             for part in self.model.denoiser_parts:
                 self._copy(part, sorted((folder / part).glob("*.safetensors")))
             return
+        self._load_adapter(folder)
+        if self.merge:
+            if self._merged is None:
+                self._merged = AdapterMerge(adapted_layers(self.model.denoiser))
+                denoiser: Any = self.model.denoiser
+                denoiser.disable_adapters()
+            self._merged.put_in("default")
+
+    def _load_adapter(self, folder: Path) -> None:
         if not self._adapted:
             load_adapter(self.model, folder / LORA_FOLDER)
             for name, parameter in self.model.denoiser.named_parameters():

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from wfm_ds.errors import RecipeError
+from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.pipes.client import PipeClient
 from wfm_ds.pipes.keys import ClientKeys, KeyFileError, client_keys
 from wfm_ds.pipes.worker import Answer, LeaseWorker, Progress, TaskFailed, TaskInHand
@@ -86,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
+    from wfm_ds.distributed.determinism import deterministic
     from wfm_ds.distributed.logs import quieten_libraries
     from wfm_ds.recipe import file as recipe_file
 
@@ -101,7 +102,8 @@ def run(args: argparse.Namespace) -> int:
     recipe = recipe_file.load(args.recipe, args.overrides)
     if not recipe.is_async:
         raise RecipeError(f"{args.recipe}: rollout.mode is not async: this run's ranks generate their own samples")
-    return work(recipe, args, stop)
+    with deterministic(recipe.engine.deterministic):
+        return work(recipe, args, stop)
 
 
 def work(recipe: Recipe, args: argparse.Namespace, stop: threading.Event) -> int:
@@ -135,25 +137,44 @@ def build_generator(
     import torch
 
     from wfm_ds.algorithms import build_rl
+    from wfm_ds.distributed.accelerator import current
     from wfm_ds.distributed.world import threads_per_rank
+    from wfm_ds.engine import attention
+    from wfm_ds.engine.compiled import compile_blocks
+    from wfm_ds.engine.fp8 import quantise_base
+    from wfm_ds.engine.replay import ReplayedNetwork
     from wfm_ds.models.loading import chosen_device
     from wfm_ds.models.text_cache import TextCache
+    from wfm_ds.models.text_store import opened, text_store
     from wfm_ds.rollout.generator import Generator
     from wfm_ds.rollout.identity import identity, require_same
     from wfm_ds.rollout.weights import PolicyWeights
     from wfm_ds.run.model import load_model
-    from wfm_ds.storage.tensor_store import TensorStore
 
     torch.set_num_threads(threads_per_rank())
-    model = load_model(recipe, chosen_device(device), placed=True)
+    place = chosen_device(device)
+    with current(place):
+        model = load_model(recipe, place, placed=True)
+        if recipe.model.base_precision == "fp8":
+            quantise_base(model.denoiser, model.block_classes, model.dtype, place)
+        kernel = attention.choose(recipe.model.attention, model.denoiser, model.dtype, place, trains=False)
+    attention.use(model.denoiser, kernel)
     require_same(identity_there, identity(recipe, model))
-    store = recipe.data.cache_dir / "text" if recipe.data.cache_dir else None
-    texts = TextCache(model, store=TensorStore(store) if store else None)
-    size = recipe.sampling
-    shape = model.latent_shape(size.height, size.width, size.num_frames)
-    algorithm = build_rl(recipe, model.sigmas(size.steps, shape))
-    weights = PolicyWeights(model, client, lora=recipe.lora is not None)
-    return Generator(model, texts, size, algorithm, weights)
+    if recipe.lora is not None:  # as the trainer does, before any text is encoded
+        model.freeze_all_but(recipe.lora.target_modules or model.default_lora_targets)
+    store = text_store(recipe, model)
+    texts = TextCache(model, store=store if store is not None and opened(store, required=False) else None)
+    if texts.folder is not None:  # the trainer has filled it, if it is on this machine: they may never be needed
+        model.move_text_encoders("cpu")
+    algorithm = build_rl(recipe, model.rollout_sigmas(recipe.sampling))
+    weights = PolicyWeights(model, client, lora=recipe.lora is not None, merge=recipe.rl.rollout.merge_lora)
+    if recipe.engine.compile:
+        compile_blocks(model.denoiser, model.block_classes)
+    begin = None
+    if recipe.rl.rollout.cuda_graph:
+        network: Any = ReplayedNetwork(model.denoiser)
+        model.denoiser, begin = network, network.begin
+    return Generator(model, texts, recipe.sampling, algorithm, weights, recipe.joint_rows, begin)
 
 
 class Lanes:
@@ -169,6 +190,7 @@ class Lanes:
         args: argparse.Namespace,
     ) -> None:
         self.recipe, self.generator, self.client, self.args = recipe, generator, client, args
+        self.trouble: UserError | None = None  # why this worker cannot go on
         self.info = info  # of the trainer that it was started for
         self.rewards_at = args.rewards or info["rewards"]
         self.rewards: list[RewardClient] = []
@@ -188,7 +210,8 @@ class Lanes:
         ]
 
     def run(self, stop: threading.Event) -> int:
-        """Work until asked to stop, dismissed, or left alone, or until another trainer is at the address."""
+        """Work until asked to stop, dismissed, or left alone, or until another trainer is at the address. Raises
+        OutOfMemory if a chunk needs more memory than there is."""
         from wfm_ds.rollout.rewards import RewardClient
 
         reward = self.recipe.rl.reward
@@ -218,19 +241,39 @@ class Lanes:
                     worker.left.wait(LEAVE_S)  # what it holds is given to others at once, and was no attempt
             for rewards in self.rewards:
                 rewards.close()
+        if self.trouble is not None:
+            raise self.trouble
         return 0
+
+    @property
+    def advice(self) -> list[str]:
+        """The keys to change where a chunk needs more memory than there is."""
+        from wfm_ds.run.fit import advice_for
+
+        return advice_for(self.recipe, "rollout", num_ranks=1)
 
     def chunk(self, rewards: RewardClient, task: TaskInHand, progress: Progress) -> Answer:
         """Samples of one chunk with their scores."""
+        from wfm_ds.distributed.accelerator import current
         from wfm_ds.rollout.packing import ChunkWork, pack_trajectory
         from wfm_ds.rollout.publisher import Manifest
         from wfm_ds.rollout.scores import pack_scores, submit_media
+        from wfm_ds.run.out_of_memory import OutOfMemory, explained
 
         try:
             work, manifest = ChunkWork.of_json(task.rows[0]), Manifest.of_json(task.note)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise TaskFailed(f"the task cannot be read: {type(error).__name__} {error}", fatal=True) from error
-        made = self.generator.make(work, manifest, progress)
+        place = self.generator.sampler.model.device
+        try:
+            # A lane is a thread: its own device would be GPU 0.
+            with current(place), explained(place, lambda phase: self.advice, lambda: "rollout"):
+                made = self.generator.make(work, manifest, progress)
+        except OutOfMemory as error:
+            self.trouble = error
+            for worker in self.workers:  # at once: what they hold is for workers with more memory, and was no attempt
+                worker.stop()
+            raise TaskFailed(str(error), fatal=False) from error
         names = [function.name for function in self.recipe.rl.reward.functions]
         samples, video = work.samples, self.generator.sampler.model.video
         broken = submit_media(

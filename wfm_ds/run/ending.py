@@ -199,12 +199,21 @@ class Record:
         """Wait for the copies of a run that ends well, and write what it reached. Collective."""
         self.wait_for_copies()
         if self._ending.world.is_main:
-            self._write(outcome.status, outcome.step, outcome.metrics, "")
+            try:
+                self._write(outcome.status, outcome.step, outcome.metrics, "")
+            except OSError as error:
+                raise UserError(
+                    f"run.output_dir {self._recipe.run.output_dir} takes no result.json ({error.strerror}): all "
+                    "else of the run is there; make room, then start the same command again"
+                ) from error
         return self._copies
 
     def failed(self, message: str) -> None:
         """Write what the loop reached before it failed, on rank 0."""
-        self._write("failed", self._loop.step, self._loop.metrics, message)
+        try:
+            self._write("failed", self._loop.step, self._loop.metrics, message)
+        except OSError as error:  # of a disk that is full, which is what ends the run more often than not
+            log.error("result.json cannot be written: %s", error.strerror)
 
     def wait_for_copies(self) -> None:
         """Wait until the storage of the run has all that it left, or does not take it. Collective."""

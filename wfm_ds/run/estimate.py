@@ -1,18 +1,48 @@
-"""A memory estimate before anything is trained: weights, gradients, optimizer and policy copies; not activations."""
+"""A memory estimate before anything is trained: the bytes of one rank by part and by phase of a step.
+
+Counted on the meta device (run/activations.py) and from the numbers of parameters; nothing is computed. A phase is the
+sum of what is there meanwhile, the peak the largest phase. Not counted: CUDA's context, workspaces of its libraries,
+and memory that is lost between blocks of other sizes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import functools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
 
-from wfm_ds.algorithms import rl_policies
-from wfm_ds.recipe.deepspeed import find_config, policy_copies, read_config
+from wfm_ds.algorithms import RlAlgorithm, build_rl, engine_policies
+from wfm_ds.engine.flops import adapted_layers
+from wfm_ds.engine.forward import CountedForward
+from wfm_ds.engine.fp8 import Fp8Linear
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.sampler import Sampler
+from wfm_ds.models.text_cache import TextCache
+from wfm_ds.monitoring.stopwatch import GIB
+from wfm_ds.recipe.deepspeed import find_config, policy_copies, read_config, with_overlap
+from wfm_ds.recipe.derived import Derived, derive
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.run.activations import (
+    Passes,
+    decode_bytes,
+    denoiser_passes,
+    encode_bytes,
+    parameter_bytes,
+    shadow_of,
+    text_bytes,
+)
+from wfm_ds.sampling.denoise import Trajectory
 
-GIB = 2**30
 BYTES = {"bfloat16": 2, "float32": 4}
+FLOAT32 = 4
+# DeepSpeed's own defaults, for keys that a JSON file leaves out.
+REDUCE_BUCKET, PREFETCH_BUCKET, MAX_LIVE, MAX_REUSE_DISTANCE, SUB_GROUP = 500_000_000, 50_000_000, 10**9, 10**9, 10**9
 
 
 def lora_parameters(denoiser: nn.Module, targets: Sequence[str], rank: int) -> int:
@@ -27,47 +57,314 @@ def lora_parameters(denoiser: nn.Module, targets: Sequence[str], rank: int) -> i
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """Parameters of a denoiser, and the bytes that they and what training adds take."""
+class Estimate:
+    """Bytes of one rank: `phases[phase][part]`, and the numbers that they were made of."""
 
-    total: int
+    phases: Mapping[str, Mapping[str, int]]
+    world_size: int
+    total: int  # parameters of the denoiser, without adapters
     trained: int
     stage: int  # of ZeRO
-    rank_bytes: float  # weights, gradients and states of one rank
-    checkpoint_bytes: float  # all ranks' files of one checkpoint
-    export_bytes: float
+    checkpoint_bytes: int  # all ranks' files of one checkpoint
+    export_bytes: int
+
+    def of_phase(self, phase: str) -> int:
+        return sum(self.phases[phase].values())
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase that needs most."""
+        return max(self.phases, key=self.of_phase)
+
+    @property
+    def peak(self) -> int:
+        """Bytes of that phase."""
+        return self.of_phase(self.peak_phase)
 
 
-def memory(recipe: Recipe, denoiser: nn.Module, lora_targets: Sequence[str], world_size: int) -> Memory:
-    """Estimate for a denoiser, which may be on the meta device; `lora_targets` are its family's."""
-    total = sum(parameter.numel() for parameter in denoiser.parameters())
-    trained, added = total, 0
-    if recipe.lora is not None:
-        trained = added = lora_parameters(denoiser, recipe.lora.target_modules or lora_targets, recipe.lora.rank)
-    stage = read_config(find_config(recipe.engine.deepspeed)).get("zero_optimization", {}).get("stage", 0)
-    compute = BYTES[recipe.model.dtype]
-    weights = (total + added) * compute / (world_size if stage == 3 else 1)
-    # Summed in float32 at every stage (engine/accumulation.py), and cut over the ranks from ZeRO-2 on.
-    gradients = trained * 4 / (world_size if stage >= 2 else 1)
-    # Master weights and two Adam moments in float32, and each further policy as a float32 copy cut like the masters.
-    policies = rl_policies(recipe) if recipe.is_rl else frozenset[str]()
-    copies = int(recipe.ema is not None) + len(policy_copies(policies, lora=recipe.lora is not None))
-    states = trained * 4 * (3 + copies)
-    return Memory(
-        total=total,
-        trained=trained,
-        stage=stage,
-        rank_bytes=weights + gradients + states / world_size,
+def estimate(
+    recipe: Recipe,
+    model: DiffusionModel,
+    world_size: int,
+    *,
+    device: str = "cuda",
+    encoder_bytes: int | None = None,
+    keeps_encoders: bool = False,
+) -> Estimate:
+    """Estimate the memory of each rank of a run of this recipe.
+
+    model: as loaded, or on the meta device (models/empty.py), before an engine has changed its denoiser.
+    device: `cuda`, or `cpu`, where text encoders are float32. encoder_bytes: of text encoders that `model` does not
+    have. keeps_encoders: they stay beside the denoiser, because texts are not cached.
+    Raises RecipeError as `derive` does.
+    """
+    sums = _Sums(recipe, model, world_size, device)
+    encoders = sums.encoder_bytes() if encoder_bytes is None else encoder_bytes
+    staying = sums.states() | sums.frozen() | ({"text encoders": encoders} if keeps_encoders else {})
+    phases: dict[str, dict[str, int]] = {"texts": sums.frozen() | {"text encoders": encoders}}
+    phases |= {name: staying | parts for name, parts in sums.phases().items()}
+    states = sums.trained * FLOAT32 * (3 + sums.num_copies)
+    return Estimate(
+        phases=phases,
+        world_size=world_size,
+        total=sums.total,
+        trained=sums.trained,
+        stage=sums.zero["stage"],
         checkpoint_bytes=states,
-        export_bytes=trained * (4 if recipe.lora is not None else compute),
+        export_bytes=sums.trained * (FLOAT32 if recipe.lora is not None else BYTES[recipe.model.dtype]),
     )
 
 
-def memory_lines(recipe: Recipe, denoiser: nn.Module, lora_targets: Sequence[str], world_size: int) -> list[str]:
-    """Estimated memory per rank of the denoiser's states, as lines for `--check`."""
-    found = memory(recipe, denoiser, lora_targets, world_size)
-    return [
+class _Sums:
+    """The terms of an estimate."""
+
+    def __init__(self, recipe: Recipe, model: DiffusionModel, world_size: int, device: str) -> None:
+        self.recipe, self.world_size, self.on_cuda = recipe, world_size, device == "cuda"
+        self.derived: Derived = derive(recipe, world_size)
+        stated = read_config(find_config(recipe.engine.deepspeed))["zero_optimization"]
+        self.zero: dict[str, Any] = with_overlap(stated, lora=recipe.lora is not None)
+        policies = engine_policies(recipe)
+        self.num_copies = len(policy_copies(policies, lora=recipe.lora is not None))
+        self.model, self.shadow = model, shadow_of(model, recipe, policies)
+        self.compute = BYTES[recipe.model.dtype]
+        low = self.on_cuda and recipe.model.dtype == "bfloat16"
+        self.text_dtype = torch.bfloat16 if low else torch.float32
+        parameters = list(self.shadow.bare_denoiser.parameters())
+        self.numel = sum(p.numel() for p in parameters)  # adapters of all policies among them
+        self.trained = sum(p.numel() for p in parameters if p.requires_grad)
+        adapters = self.trained * (1 + self.num_copies) if recipe.lora is not None else 0
+        quantised = [m for m in self.shadow.bare_denoiser.modules() if isinstance(m, Fp8Linear)]
+        self.total = self.numel - adapters + sum(m.in_features * m.out_features for m in quantised)
+        size = recipe.sampling
+        self.shape = model.latent_shape(size.height, size.width, size.num_frames)
+        self.latent_bytes = math.prod(self.shape) * FLOAT32
+        self.row_bytes = text_bytes(self.shadow.text_shapes(), self.text_dtype)
+
+    # What stays from phase to phase
+
+    def states(self) -> dict[str, int]:
+        """Weights, optimizer states and copies; gradients come in training."""
+        shared = self.world_size if self.zero["stage"] == 3 else 1
+        # Tables of positions, and a base in float8: not cut up.
+        tables = sum(buffer.nbytes for buffer in self.shadow.bare_denoiser.buffers())
+        weights = self.numel * self.compute // shared + tables
+        if "zero_hpz_partition_size" in self.zero:  # and a copy of the weights in each node
+            ranks = self.zero["zero_hpz_partition_size"]
+            weights += self.numel * self.compute // (min(self.world_size, 8) if ranks == "auto" else ranks)
+        parts = {"weights": weights}
+        if not self.offloaded:  # else masters, moments, copies and gradients lie on the host
+            parts["policies"] = self.trained * FLOAT32 * self.num_copies // self.world_size
+            parts["optimizer states"] = 3 * self.trained * FLOAT32 // self.world_size
+        if self.zero["stage"] == 3:
+            parts["gradients"] = self.gradients
+            parts["DeepSpeed"] = self.bucket * FLOAT32
+        return parts
+
+    def frozen(self) -> dict[str, int]:
+        """The VAE, and parts that are neither it nor a text encoder nor the denoiser."""
+        encoders = {id(part) for part in self.model.parts_named("text_encoder").values()}
+        others = [part for part in self.shadow.frozen_parts() if id(part) not in encoders]
+        vae = parameter_bytes(self.shadow.pipeline.vae)
+        rest = sum(map(parameter_bytes, others)) - vae
+        return {"VAE": vae} | ({"other parts": rest} if rest else {})
+
+    def encoder_bytes(self) -> int:
+        """The text encoders, in the dtype that they are loaded in."""
+        parts = self.model.parts_named("text_encoder").values()
+        numel = sum(int(parameter.numel()) for part in parts for parameter in part.parameters())
+        return numel * int(self.text_dtype.itemsize)
+
+    @property
+    def offloaded(self) -> bool:
+        """Tell if the optimizer works on the host, beside a GPU."""
+        return self.on_cuda and bool((self.zero.get("offload_optimizer") or {}).get("device", "none") != "none")
+
+    @property
+    def bucket(self) -> int:
+        """Elements of one of DeepSpeed's reduction buffers."""
+        return int(self.zero.get("reduce_bucket_size", REDUCE_BUCKET))
+
+    @property
+    def gradients(self) -> int:
+        """Summed in float32 at every stage (engine/accumulation.py), and cut over the ranks from ZeRO-2 on."""
+        shared = self.world_size if self.zero["stage"] >= 2 else 1
+        return 0 if self.offloaded else self.trained * FLOAT32 // shared
+
+    # Phases
+
+    def phases(self) -> dict[str, dict[str, int]]:
+        """Return what each phase adds to what stays."""
+        samples, trained = self.sampling_batch(), self.training_batch()
+        asked = self.passes(samples, training=False)
+        kept = self.kept()
+        gathered = self.gathered(training=False)
+        decoding = decode_bytes(self.shadow, self.shape, self.decode_batch(samples))
+        sampling = gathered | self.merged() | {"activations": asked.inference + 2 * samples * self.latent_bytes}
+        if self.on_cuda and self.recipe.is_rl and not self.recipe.is_async:
+            sampling["decoding beside it"] = decoding  # of the chunk before, on a stream of its own
+        phases = {"sampling": kept | sampling, "decode": kept | {"activations": decoding}}
+        if self.encodes_media():
+            phases["encode"] = kept | {"activations": self.encode_peak()}
+        if references := self.reference_passes(asked):
+            phases["references"] = kept | gathered | {"activations": references.inference}
+        phases["train"] = kept | self.training(self.passes(trained), trained)
+        phases["optimizer"] = kept | self.stepping()
+        return phases
+
+    def passes(self, batch: int, *, training: bool = True) -> Passes:
+        return denoiser_passes(
+            self.shadow,
+            self.shape,
+            batch,
+            text_dtype=self.text_dtype,
+            checkpointing=self.recipe.model.gradient_checkpointing,
+            ranks=self.recipe.engine.sequence_parallel,
+            training=training,
+        )
+
+    def sampling_batch(self) -> int:
+        """The most samples of one forward without gradient: in rollouts, validation and references."""
+        validated = self.recipe.validation.num_prompts * len(self.recipe.validation.seeds)
+        if not self.recipe.is_rl:
+            validated = min(validated, self.recipe.logging.num_samples)
+        counts = [math.ceil(validated / self.derived.num_replicas)]
+        if self.recipe.is_rl:
+            counts += [self.derived.samples_per_rank, self.derived.candidates_per_rank]
+        halves = 2 if self.recipe.joint_rows else 1  # of guided predictions, in one forward where they fit
+        return min(self.recipe.engine.max_forward_batch, halves * max(counts))
+
+    def training_batch(self) -> int:
+        """The most samples of one forward with gradient."""
+        size = min(self.recipe.engine.micro_batch_size, self.derived.terms_per_rank)
+        if not self.recipe.is_rl:
+            return size * self.recipe.supervised.num_media
+        settings, terms = self.recipe.rl.algorithm, self.derived.terms_per_rank
+        joined = settings.num_data(terms) > 0 and settings.num_divided(terms) == 0
+        return 2 * size if joined else size
+
+    def kept(self) -> dict[str, int]:
+        """Return what an RL step keeps on the device from its rollouts on; the texts of one forward in SFT."""
+        if not self.recipe.is_rl:
+            return {"texts": self.training_batch() * self.row_bytes}
+        groups = math.ceil(self.derived.samples_per_rank / self.recipe.rl.rollout.group_size)
+        texts = {"texts": (groups + self.recipe.sampling.is_guided()) * self.row_bytes}
+        if self.recipe.is_async:
+            return texts
+        return texts | {"rollouts": self.held_latents() * self.latent_bytes}
+
+    def held_latents(self) -> int:
+        """The most latents of samples that a rank holds at once: those that it trains on, and the candidates that it
+        chooses them from or, while groups are refilled, a whole round more."""
+        recipe, derived = self.recipe, self.derived
+        trained = derived.samples_per_rank * self.kept_latents()
+        if recipe.sampling.explore is not None:  # a candidate is its clean latents
+            generated = derived.candidates_per_rank
+            return max(trained, generated) if recipe.sampling.explore.regenerate else trained + generated
+        return 2 * trained if recipe.rl.rollout.max_refills else trained
+
+    @functools.cached_property
+    def algorithm(self) -> RlAlgorithm:
+        return build_rl(self.recipe, self.model.rollout_sigmas(self.recipe.sampling))
+
+    def kept_latents(self) -> int:
+        """Latents that a rollout keeps of a sample, as its plan does with a single number."""
+        one = torch.zeros(1, *(1 for _ in self.shape))
+        trajectory: Trajectory = self.algorithm.plan(1).run(lambda latents, sigma: torch.zeros_like(latents), one, [0])
+        kept = [trajectory.clean, *trajectory.states.values()]
+        for stored in trajectory.stored:
+            kept += [stored.latents, stored.next_latents, *([] if stored.mean is None else [stored.mean])]
+        return len({tensor.untyped_storage()._cdata for tensor in kept})
+
+    def reference_passes(self, of_samples: Passes) -> Passes | None:
+        """A forward of the policies that the loss compares with, None without any: as large as one of rollouts,
+        `of_samples`, but in the batches of training where the algorithm is supervised."""
+        if self.recipe.is_rl:
+            return of_samples if self.algorithm.recalls_old or self.algorithm.references else None
+        asks = self.recipe.supervised.references
+        return self.passes(self.training_batch(), training=False) if asks else None
+
+    def encodes_media(self) -> bool:
+        return self.recipe.data.kind != "prompts"
+
+    def encode_peak(self) -> int:
+        """Videos one after the other, pictures of a micro-batch together."""
+        size = self.recipe.sampling
+        frames = (size.num_frames,) if self.model.video else ()
+        batch = 1 if self.model.video else self.encoding_batch()
+        return encode_bytes(self.shadow, (3, *frames, size.height, size.width), batch)
+
+    def encoding_batch(self) -> int:
+        """Pictures that are encoded together."""
+        size = self.recipe.engine.micro_batch_size
+        return size if self.recipe.is_rl else size * self.recipe.supervised.num_media
+
+    def merged(self) -> dict[str, int]:
+        """The weights that rollout.merge_lora puts aside while samples are generated."""
+        if not self.recipe.is_rl or not self.recipe.rl.rollout.merge_lora:
+            return {}
+        layers = adapted_layers(self.shadow.bare_denoiser)
+        return {"merged weights": sum(layer.get_base_layer().weight.numel() for layer in layers) * self.compute}
+
+    def decode_batch(self, samples: int) -> int:
+        where = copy.copy(self.shadow)
+        where.device = torch.device("cuda" if self.on_cuda else "cpu")
+        sampler = Sampler(
+            model=where, texts=TextCache(where), settings=self.recipe.sampling, forward=CountedForward(where.denoise)
+        )
+        return min(samples, sampler.decode_batch(self.shape))
+
+    def training(self, passes: Passes, batch: int) -> dict[str, int]:
+        """A forward and a backward; where guided, the other half is predicted while the first one waits."""
+        guided = passes.kept + passes.inference if self.recipe.is_rl and self.recipe.sampling.is_guided() else 0
+        peak = max(passes.peak, guided) + 6 * batch * self.latent_bytes  # noise, targets, the loss's own
+        parts = {"activations": peak, "gradients": self.gradients} | self.gathered(training=True)
+        reduced = min(self.bucket, self.trained) * FLOAT32
+        if self.zero["stage"] == 3:
+            parts["DeepSpeed"] = self.bucket * FLOAT32 + 2 * reduced
+        else:
+            size = self.compute if self.zero["stage"] == 2 else FLOAT32
+            buffers = 2 if self.zero["overlap_comm"] else 1
+            parts["DeepSpeed"] = (
+                buffers * self.bucket * size if self.zero.get("contiguous_gradients", True) else 0
+            ) + (reduced if self.compute != FLOAT32 else 0)
+        return parts
+
+    def gathered(self, *, training: bool) -> dict[str, int]:
+        """Weights that ZeRO-3 has brought together: ahead of their use, and, in training, the last ones of the forward
+        pass, with which the backward pass begins."""
+        if self.zero["stage"] != 3:
+            return {}
+        ahead = int(self.zero.get("stage3_prefetch_bucket_size", PREFETCH_BUCKET))
+        largest = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in self.shadow.bare_denoiser.modules())
+        reused = int(self.zero.get("stage3_max_reuse_distance", MAX_REUSE_DISTANCE)) // 2 if training else 0
+        live = min(self.numel, int(self.zero.get("stage3_max_live_parameters", MAX_LIVE)), ahead + largest + reused)
+        return {"gathered weights": live * self.compute}
+
+    def stepping(self) -> dict[str, int]:
+        """The optimizer step: the gradients, flattened once more, and what an unfused AdamW needs meanwhile."""
+        share = 0 if self.offloaded else self.trained * FLOAT32 // self.world_size
+        if self.zero["stage"] == 3:
+            share = min(share, int(self.zero.get("sub_group_size", SUB_GROUP)) * FLOAT32)
+        return {"gradients": self.gradients + share, "activations": 0 if self.on_cuda else share}
+
+
+def memory_lines(found: Estimate) -> list[str]:
+    """The estimate as a table of GiB for `--check`: a line a part, a column a phase."""
+    names = list(found.phases)
+    parts = list(dict.fromkeys(part for of_phase in found.phases.values() for part in of_phase))
+    rows = [(part, [found.phases[name].get(part, 0) for name in names]) for part in parts]
+    rows.append(("all", [found.of_phase(name) for name in names]))
+    widths = [max(len(name), 7) for name in names]
+    head = "  ".join(f"{name:>{width}}" for name, width in zip(names, widths, strict=True))
+    lines = [
         f"denoiser parameters        {found.total:,}, trained {found.trained:,}",
-        f"memory a rank, estimated   {found.rank_bytes / GIB:.2f} GiB for weights, gradients and states "
-        f"(ZeRO stage {found.stage}); activations, text encoders and VAE come on top",
+        f"memory a rank, estimated   {found.peak / GIB:.2f} GiB at its peak, in the phase {found.peak_phase} "
+        f"(ZeRO stage {found.stage}, {found.world_size} rank{'s' * (found.world_size != 1)})",
+        f"  {'GiB':18}{head}",
     ]
+    for part, sizes in rows:
+        cells = (
+            f"{size / GIB:>{width}.2f}" if size else " " * width for size, width in zip(sizes, widths, strict=True)
+        )
+        lines.append(f"  {part:18}{'  '.join(cells)}".rstrip())
+    return lines

@@ -38,7 +38,8 @@ MAY_CHANGE = (
     *("run.steps", "run.output_dir", "run.resume", "logging.", "validation.", "checkpoint."),
     # How the work is cut over ranks: sums in another order, the same numbers but for their last bits.
     *("engine.deepspeed", "engine.micro_batch_size", "engine.gradient_accumulation", "engine.max_forward_batch"),
-    *("engine.sequence_parallel", "engine.guard"),
+    *("engine.sequence_parallel", "engine.guard", "engine.deterministic", "engine.compile"),
+    *("model.gradient_checkpointing", "model.attention"),
     *("reward.spawn", "reward.endpoint", "reward.keys", "reward.timeout_s", "reward.start_timeout_s"),
     *("rollout.spawn", "rollout.devices", "rollout.bind", "rollout.keys", "rollout.policy_folder", "rollout.in_flight"),
     *("rollout.lost_after_s", "rollout.timeout_s"),

@@ -17,8 +17,8 @@ from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.latent_cache import LatentCache
 from wfm_ds.models.sampler import Sampler
 from wfm_ds.models.text_cache import TextCache
-from wfm_ds.monitoring.meter import Stopwatch
 from wfm_ds.monitoring.monitor import Monitor
+from wfm_ds.monitoring.stopwatch import Stopwatch
 from wfm_ds.recipe.derived import Derived
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.run.mirror import Mirror
@@ -44,14 +44,21 @@ class Job:
     latents: LatentCache | None = None  # of training media, if they are kept
     monitor: Monitor
     mirror: Mirror | None = None  # rank 0's, if the run is copied to a storage
-    timer: Stopwatch = field(default_factory=Stopwatch)
+    timer: Stopwatch = field(init=False)
     forward: CountedForward = field(init=False)  # every forward of the denoiser, under the engine's active policy
     sampler: Sampler = field(init=False)
 
     def __post_init__(self) -> None:
+        self.timer = Stopwatch(self.world.device)
         one_size = self.recipe.data.buckets is None  # else height and width are each replica's own
         self.forward = CountedForward(self.model.denoise, self.engine, one_size=one_size)
-        self.sampler = Sampler(model=self.model, texts=self.texts, settings=self.recipe.sampling, forward=self.forward)
+        self.sampler = Sampler(
+            model=self.model,
+            texts=self.texts,
+            settings=self.recipe.sampling,
+            forward=self.forward,
+            joint_rows=self.recipe.joint_rows,
+        )
 
     @property
     def cached_latents(self) -> Callable[[Media, Framing], Tensor | None] | None:

@@ -9,16 +9,17 @@ import torch
 from wfm_ds.algorithms import build_rl
 from wfm_ds.data.buckets import Size
 from wfm_ds.data.datasets import buckets_of
+from wfm_ds.engine import attention
+from wfm_ds.engine.preparation import DTYPES
 from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.models import registry
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.recipe.deepspeed import require_idle_experts
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.sections import AttentionName
 from wfm_ds.run.estimate import lora_parameters
 from wfm_ds.ulysses.install import check as check_shareable
 from wfm_ds.ulysses.install import check_shape
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def family_of(recipe: Recipe) -> type[DiffusionModel]:
@@ -37,6 +38,7 @@ def load_model(recipe: Recipe, device: torch.device, *, placed: bool = False) ->
         settings.path,
         dtype=DTYPES[settings.dtype],
         device=device,
+        vae_dtype=DTYPES[settings.vae_dtype],
         own_family=settings.family,
         max_sequence_length=settings.max_sequence_length,
         prompt_template=settings.prompt_template,
@@ -48,9 +50,11 @@ def load_model(recipe: Recipe, device: torch.device, *, placed: bool = False) ->
     except ValueError as error:
         raise RecipeError(f"sampling: {error}") from error
     shape = model.latent_shape(size.height, size.width, size.num_frames)
-    rollout_grid, _ = model.sigmas(size.steps, shape), model.sigmas(size.eval_steps, shape)
+    rollout_grid, _ = model.rollout_sigmas(size), model.sigmas(size.eval_steps, shape)
     if recipe.is_rl:
         build_rl(recipe, rollout_grid)  # raises what depends on the family's grid
+    if (cheap := size.of_candidates) is not None:
+        model.rollout_sigmas(cheap)
     check_conditional_frames(recipe, model, shape)
     recipe.algorithm.check_model(model)
     sizes = buckets_of(recipe, model).sizes  # raises for sizes that the family does not have
@@ -68,6 +72,11 @@ def load_model(recipe: Recipe, device: torch.device, *, placed: bool = False) ->
     if settings.denoiser_init == "random":
         registry.randomize(model, recipe.run.seed)
     return model
+
+
+def check_attention(recipe: Recipe, model: DiffusionModel, device: torch.device) -> AttentionName:
+    """The kernel that attention will have in training on this device. UserError for one that cannot serve there."""
+    return attention.choose(recipe.model.attention, model.bare_denoiser, model.dtype, device, trains=True)
 
 
 def check_sizes_shared(recipe: Recipe, model: DiffusionModel, sizes: Sequence[Size]) -> None:

@@ -1,4 +1,8 @@
-"""Noise as a function of each sample's seed alone, which plain diffusers reproduces, and latents with noise."""
+"""Noise as a function of each sample's seed alone, and latents with noise.
+
+Initial noise is what plain diffusers draws from a seed, on the CPU; all other noise is drawn where it is needed, by the
+noise contract of wfm_kernels.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from wfm_ds.pinned import on_device
 from wfm_ds.sampling.shapes import require_latents, require_vectors
 from wfm_kernels import flow_noise
 
@@ -27,7 +32,7 @@ def seeded_normal(seeds: Sequence[int], shape: tuple[int, ...], device: torch.de
         torch.randn((1, *shape), generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float32)
         for seed in seeds
     ]
-    return torch.cat(draws).to(device)
+    return on_device(torch.cat(draws), device)
 
 
 def drawn_normal(seeds: Tensor, like: Tensor) -> Tensor:
@@ -36,6 +41,15 @@ def drawn_normal(seeds: Tensor, like: Tensor) -> Tensor:
     seeds [B] int64 on that device. Drawn there, by the noise contract of wfm_kernels: nothing waits for it.
     """
     return flow_noise(like, torch.zeros(len(like), dtype=like.dtype, device=like.device), seeds=seeds)[1].to(like.dtype)
+
+
+def noised(clean_latents: Tensor, sigma: Tensor, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """`noisy_latents` with noise drawn for them, and that noise: sample i's is a function of seeds[i] alone, in
+    [0, 2**63). Drawn on their device in one kernel, by the noise contract of wfm_kernels."""
+    require_latents(clean_latents=clean_latents)
+    require_vectors(clean_latents, sigma=sigma)
+    drawn = on_device(torch.tensor(seeds, dtype=torch.int64), clean_latents.device)
+    return flow_noise(clean_latents, sigma, seeds=drawn)
 
 
 def noisy_latents(clean_latents: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:

@@ -17,21 +17,12 @@ from wfm_kernels import sde_coefficients
 if TYPE_CHECKING:
     from wfm_ds.recipe.sampling import Window
 
-# A grid whose last level above 0 is close to it ends in one step of many times the length of the step before in
-# log-SNR. The line through two predictions says nothing that far away: Euler is closer there.
-MAX_CORRECTION = 2.0
 STD = 2  # the column of a coefficient table that holds the standard deviation of a step's noise
 
 
 def deterministic_plan(solver: str, sigmas: Tensor) -> FlowPlan:
     """`ode` or `dpm2` on the grid [N+1] float64; ValueError for another solver or grid (schedule.solver_steps)."""
     steps = tuple(solver_steps(solver, sigmas))
-    return FlowPlan(steps=steps, table=sde_coefficients("ode", sigmas[:-1], sigmas[1:]))
-
-
-def evaluation_plan(solver: str, sigmas: Tensor) -> FlowPlan:
-    """A deterministic plan for samples that people look at: without the corrections of dpm2 that reach too far."""
-    steps = tuple(solver_steps(solver, sigmas, max_correction=MAX_CORRECTION))
     return FlowPlan(steps=steps, table=sde_coefficients("ode", sigmas[:-1], sigmas[1:]))
 
 

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from wfm_ds.algorithms import RlAlgorithm, build_rl, engine_policies
+from wfm_ds.algorithms import RlAlgorithm, build_rl, build_supervised, engine_policies
 from wfm_ds.data.datasets import TrainingData, batch_source, buckets_of, log_rejected, readable
 from wfm_ds.data.prompts import PromptOrder
 from wfm_ds.data.replica import chosen_once
+from wfm_ds.data.spread import SpreadTable
 from wfm_ds.distributed.lifecycle import StopFlag
 from wfm_ds.distributed.world import World
 from wfm_ds.engine.engine import DenoiserEngine
@@ -20,17 +21,19 @@ from wfm_ds.models.base import DiffusionModel
 from wfm_ds.monitoring.monitor import Monitor
 from wfm_ds.recipe.derived import Derived, derive
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.rollout.choosing import ChoosingSource
 from wfm_ds.rollout.colocated import ColocatedSource
-from wfm_ds.rollout.groups import PairGroups, PromptGroups
+from wfm_ds.rollout.groups import PairGroups, PromptGroups, SpreadGroups
 from wfm_ds.rollout.rewards import RewardClient, RewardService
 from wfm_ds.rollout.source import async_source
 from wfm_ds.run.folder import Start
 from wfm_ds.run.job import Job
-from wfm_ds.training.caches import drop_idle_encoders, latent_cache, needed_texts, text_cache
+from wfm_ds.training.caches import latent_cache
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
 from wfm_ds.training.rl import RlLoop
 from wfm_ds.training.sft import SftLoop, ValidationLoss, clean_latents
+from wfm_ds.training.texts_ahead import texts_of
 from wfm_ds.training.validation import Validator
 
 if TYPE_CHECKING:
@@ -61,6 +64,7 @@ def build_engine(
         policies=policies,
         accumulation=max(derived.accumulation, len(model.sigma_ranges)),  # a micro-batch has terms of one expert
         total_updates=derived.total_updates,
+        block_classes=model.block_classes,
     )
     model.denoiser = engine.forward_module
     return engine
@@ -78,10 +82,9 @@ def open_job(
 ) -> Job:
     """The engine around the denoiser, the caches, and the run's log, which `resources` closes. Collective."""
     derived = derive(recipe, world.size)
+    world.checked(lambda: freeze_base(model, recipe))
+    texts = texts_of(recipe, model, data, derived, world)  # before the engine: the denoiser is not on the device yet
     engine = world.checked(lambda: build_engine(model, recipe, derived, world, engine_policies(recipe)))
-    texts = world.checked(lambda: text_cache(recipe, model, data))
-    if drop_idle_encoders(model, texts, needed_texts(recipe, model, data)):
-        log.info("all texts are in %s: the text encoders are not kept in memory", recipe.data.cache_dir)
     latents = world.checked(lambda: latent_cache(recipe, model))
     monitor = Monitor(
         recipe.run.output_dir,
@@ -145,11 +148,8 @@ def reward_endpoint(recipe: Recipe, world: World) -> Iterator[str | None]:
 
 
 def rl_algorithm(recipe: Recipe, model: DiffusionModel) -> RlAlgorithm | None:
-    """Build the RL algorithm on the model's own grid of noise levels; None for SFT."""
-    size = recipe.sampling
-    if not recipe.is_rl:
-        return None
-    return build_rl(recipe, model.sigmas(size.steps, model.latent_shape(size.height, size.width, size.num_frames)))
+    """Build the RL algorithm on the grid of its rollouts; None for a supervised one."""
+    return build_rl(recipe, model.rollout_sigmas(recipe.sampling), model) if recipe.is_rl else None
 
 
 def supervision(
@@ -168,8 +168,9 @@ def supervision(
     )
     places = world.checked(lambda: [buckets.index_of(sample.media) for sample in held_out], on="leaders")
     framings = [buckets.framings[place] for place in world.share(places)]
-    loss = ValidationLoss(job, held_out, framings) if held_out else None
-    return SftLoop(job, source, Validator(job, data.shown, loss=loss), exporter, checkpoints)
+    algorithm = build_supervised(recipe)
+    loss = ValidationLoss(job, algorithm, held_out, framings) if held_out else None
+    return SftLoop(job, algorithm, source, Validator(job, data.shown, loss=loss), exporter, checkpoints)
 
 
 def reinforcement(
@@ -187,18 +188,27 @@ def reinforcement(
     rewards = job.world.checked(lambda: RewardClient(endpoint, reward, run=run, client=f"rank{job.world.rank}"))
     resources.callback(rewards.close)
     groups = group_source(job, algorithm, data, resources)
-    source: Source = (
-        async_source(job, groups, algorithm, endpoint, resources)
-        if recipe.is_async
-        else ColocatedSource(job, groups, rewards, algorithm)
-    )
-    return RlLoop(job, algorithm, source, Validator(job, data.shown, rewards=rewards), exporter, checkpoints)
+    source: Source
+    if recipe.is_async:
+        source = async_source(job, groups, algorithm, endpoint, resources)
+    elif recipe.chooses_samples:
+        assert isinstance(groups, PromptGroups | SpreadGroups), "the recipe needs data.kind: prompts"
+        source = ChoosingSource(job, groups, rewards, algorithm)
+    else:
+        source = ColocatedSource(job, groups, rewards, algorithm)
+    plan = algorithm.plan if recipe.validation.rollout_correlation else None
+    validator = Validator(job, data.shown, rewards=rewards, rollout_plan=plan)
+    return RlLoop(job, algorithm, source, validator, exporter, checkpoints)
 
 
 def group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources: ExitStack) -> GroupSource:
     """Groups about the data's media, or about prompts where it has no media."""
     recipe, seed = job.recipe, job.recipe.run.seed
     num_groups = recipe.rl.rollout.prompts_per_step
+    if not data.samples and recipe.data.choose == "spread":
+        table = SpreadTable(len(data.prompts), floor=recipe.data.choose_floor, memory=recipe.data.choose_memory)
+        ahead = recipe.rl.rollout.max_staleness if recipe.is_async else 0
+        return SpreadGroups(data.prompts, num_groups, table=table, seed=seed, ahead=ahead)
     if not data.samples:
         return PromptGroups(PromptOrder(data.prompts, seed=seed, shuffle=recipe.data.shuffle), num_groups)
     # The rollouts of a step and their data have one size.

@@ -24,6 +24,7 @@ from wfm_ds.data.datasets import TrainingData, buckets_of
 from wfm_ds.data.embeddings import read_pickle
 from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import BadMedia, Framing, centre, decoding
+from wfm_ds.data.prompts import PromptOrder
 from wfm_ds.data.samples import Media, Sample, file_identity
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError
@@ -31,8 +32,10 @@ from wfm_ds.models.base import DiffusionModel, NegativeText
 from wfm_ds.models.latent_cache import LatentCache
 from wfm_ds.models.sampler import negatives
 from wfm_ds.models.text_cache import Text, TextCache
+from wfm_ds.models.text_store import text_store
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.storage.tensor_store import TensorStore
+from wfm_ds.types import Prompt
 
 log = logging.getLogger(__name__)
 
@@ -60,11 +63,10 @@ class EmbeddingFile:
         return next(iter(tensors.values()))
 
 
-def text_cache(recipe: Recipe, model: DiffusionModel, data: TrainingData) -> TextCache:
-    """Open the text cache: on disk below data.cache_dir, else in memory alone."""
-    folder = recipe.data.cache_dir
+def text_cache(recipe: Recipe, model: DiffusionModel, data: TrainingData, *, in_memory: bool = False) -> TextCache:
+    """Open the text cache: on disk (models/text_store.py), or in memory alone where the recipe or caller says so."""
     files = {s.prompt.text: EmbeddingFile(s.embedding) for s in samples_of(data) if s.embedding}
-    return TextCache(model, store=TensorStore(folder / "text") if folder else None, precomputed=files)
+    return TextCache(model, store=None if in_memory else text_store(recipe, model), precomputed=files)
 
 
 def latent_cache(recipe: Recipe, model: DiffusionModel) -> LatentCache | None:
@@ -77,13 +79,25 @@ def latent_cache(recipe: Recipe, model: DiffusionModel) -> LatentCache | None:
 def needed_texts(recipe: Recipe, model: DiffusionModel, data: TrainingData) -> list[Text]:
     """Every text that the run will encode, once."""
     shown = data.shown[: recipe.validation.num_prompts]
-    prompts = [*data.prompts, *(sample.prompt for sample in samples_of(data)), *shown]
+    drawn = drawn_prompts(recipe, data)
+    prompts = [*drawn, *(sample.prompt for sample in samples_of(data)), *shown]
     texts: list[Text] = [prompt.text for prompt in prompts]
     if data.samples and recipe.data.caption_dropout > 0:
         texts.append(NegativeText(""))
     if recipe.sampling.is_guided():
-        texts += negatives(model, recipe.sampling, [*data.prompts, *shown])
+        texts += negatives(model, recipe.sampling, [*drawn, *shown])
     return list(dict.fromkeys(texts))
+
+
+def drawn_prompts(recipe: Recipe, data: TrainingData) -> list[Prompt]:
+    """The prompts that an RL run about prompts alone asks for, each once; all prompts where rewards choose among them,
+    and all captions of a run about media, where a bad file has a substitute."""
+    by_reward = recipe.data.choose == "spread" or (recipe.is_rl and recipe.rl.rollout.max_refills > 0)
+    if not data.prompts or data.samples or by_reward:
+        return data.prompts
+    order = PromptOrder(data.prompts, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
+    count = min(recipe.run.steps * recipe.rl.rollout.prompts_per_step, len(data.prompts))
+    return list({prompt.id: prompt for prompt in order.prompts(1, count)}.values())
 
 
 def samples_of(data: TrainingData) -> list[Sample]:
@@ -110,7 +124,7 @@ class Filler:
         self._buckets = buckets_of(recipe, model)
         self._my_texts = needed_texts(recipe, model, data)[rank::world_size]
         self._my_samples = samples_of(data)[rank::world_size] if self._latents is not None else []
-        self._max_bad = recipe.data.max_bad_fraction * len(samples_of(data))
+        self._max_bad = recipe.data.max_bad_fraction * sum(len(sample.all_media) for sample in samples_of(data))
 
     def fill(self, *, show: bool) -> dict[str, int]:
         """Write what is missing: how many entries are `new`, were `kept`, and how many media are `bad`.
@@ -134,21 +148,22 @@ class Filler:
     def _fill_latents(self, samples: Sequence[Sample], cache: LatentCache) -> None:
         """Decode side by side, encode one by one: the last bits of a latent depend on what is encoded with it."""
 
-        def load(media: Media) -> tuple[Framing, npt.NDArray[np.uint8] | None]:
-            framing = self._buckets.framing_of(media)
+        def load(sample: Sample, media: Media) -> tuple[Framing, npt.NDArray[np.uint8] | None]:
+            framing = self._buckets.framing_of(sample.media)
             with decoding(media):
                 return framing, None if cache.holds(media, framing) else load_media(media, framing, centre)
 
+        all_media = [(sample, media) for sample in samples for media in sample.all_media]
         with ThreadPoolExecutor(self._recipe.data.workers) as pool:
-            futures = [pool.submit(load, sample.media) for sample in samples]
-            for sample, future in zip(samples, futures, strict=True):
+            futures = [pool.submit(load, sample, media) for sample, media in all_media]
+            for (_, media), future in zip(all_media, futures, strict=True):
                 try:
                     framing, pixels = future.result()
                 except BadMedia as failure:
                     self._reject(failure)
                     continue
                 if pixels is not None:
-                    cache.write(sample.media, framing, self._model.encode_media([pixels])[0])
+                    cache.write(media, framing, self._model.encode_media([pixels])[0])
                 self._count(new=pixels is not None)
 
     def _reject(self, failure: BadMedia) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,23 +60,42 @@ def added(*parts: Mapping[str, Forwards]) -> dict[str, Forwards]:
 
 
 def sft_step(recipe: Recipe, derived: Derived) -> dict[str, Forwards]:
-    """One optimizer step of supervised fine-tuning."""
-    return {"policy": in_batches(derived.samples_per_rank, recipe.engine.micro_batch_size)}
+    """One optimizer step of a supervised algorithm."""
+    settings = recipe.supervised
+    calls = math.ceil(derived.samples_per_rank / recipe.engine.micro_batch_size)
+    asked = Forwards(calls, derived.samples_per_rank * settings.num_media)
+    return {"policy": asked, **{policy: seen_by(policy, asked) for policy in settings.references}}
 
 
 def rl_step(
-    recipe: Recipe, derived: Derived, algorithm: RlAlgorithm, step: int, *, guided: Guided | None = None
+    recipe: Recipe,
+    derived: Derived,
+    algorithm: RlAlgorithm,
+    step: int,
+    *,
+    guided: Guided | None = None,
+    explored_at: Sequence[float] | None = None,
 ) -> dict[str, Forwards]:
     """RL step `step`, from 1: the rollout, unless other processes do it, then the predictions of every update.
 
     `guided`: unless all noise levels are or none is; then as large a share of the trained terms as of the rollout's
-    predictions is taken to be. Fewer if samples are dropped (failed rewards, `zero_std: drop`). best_of_n is taken as
-    its share of every update, which is exact where ranks hold whole groups and train them in one update.
+    predictions is taken to be. `explored_at`: with it, the noise levels of the candidates of sampling.explore. Fewer if
+    samples are dropped (failed rewards, `zero_std: drop`), or terms that have no gradient, more if groups are refilled.
+    best_of_n is taken as its share of every update, which is exact where ranks hold whole groups and train them in one
+    update.
     """
     policy, asked_at = algorithm.rollout_policy, evaluations(algorithm.plan(step))
     num_guided = sum(map(guided or guided_by(recipe), asked_at))
-    times, share = len(asked_at) + num_guided, num_guided / len(asked_at)
-    rollout = seen_by(policy, in_batches(derived.samples_per_rank, recipe.engine.max_forward_batch, times))
+    share = num_guided / len(asked_at)
+    rollout = sampled(recipe, "rollout", derived.samples_per_rank, len(asked_at), num_guided)
+    if (explore := recipe.sampling.explore) is not None:
+        levels = [1.0] * explore.steps if explored_at is None else explored_at
+        guided_levels = sum(map(guided or guided_by(recipe), levels))
+        candidates = sampled(recipe, "rollout", derived.candidates_per_rank, explore.steps, guided_levels)
+        rollout = candidates + rollout if explore.regenerate else candidates
+    rollout = seen_by(policy, rollout)
+    if recipe.rl.rollout.merge_lora:
+        rollout = dataclasses.replace(rollout, without_adapters=rollout.samples)
     terms = num_terms(recipe, derived)
     divided, size = algorithm.settings.num_divided(terms), recipe.engine.micro_batch_size
     sizes = [*map(len, chunks(range(terms - divided), size)), *map(len, chunks(range(divided), size))]
@@ -90,6 +109,8 @@ def rl_step(
         recalled = {"old"} if algorithm.recalls_old and update == 0 else set()
         asked = [p for p in algorithm.references if p not in current | recalled]
         velocities = {"policy": trained, **{p: seen_by(p, compared) for p in asked}}
+        if algorithm.surveys:
+            velocities["survey"] = Forwards(calls, terms)
         if "old" in velocities and algorithm.recalls_old:
             velocities["old"] = Forwards(calls, terms)  # in the batches of training
         parts.append(velocities)
@@ -142,20 +163,46 @@ def seen_by(policy: str, forwards: Forwards) -> Forwards:
 
 
 def evaluation(
-    recipe: Recipe, num_replicas: int, *, num_prompts: int, num_images: int = 0, guided_steps: int | None = None
+    recipe: Recipe,
+    num_replicas: int,
+    *,
+    num_prompts: int,
+    num_images: int = 0,
+    guided_steps: int | None = None,
+    rollout: Sequence[float] = (),
+    guided: Guided | None = None,
 ) -> dict[str, Forwards]:
     """One evaluation: the samples of this many prompts, and in SFT, which shows but does not score them, the validation
-    loss on this many images. `guided_steps`: of sampling.eval_steps, unless all of them are or none is."""
+    loss on this many images or pairs. `guided_steps`: of sampling.eval_steps, unless all of them are or none is.
+    `rollout`: the noise levels at which a rollout asks for predictions, if validation.rollout_correlation makes some;
+    `guided` as of rl_step."""
     chosen = min(num_prompts, recipe.validation.num_prompts) * len(recipe.validation.seeds)
     if not recipe.is_rl:
         chosen = min(chosen, recipe.logging.num_samples)
-    batch = recipe.engine.max_forward_batch
     steps = recipe.sampling.eval_steps
     if guided_steps is None:
         guided_steps = steps if guided_by(recipe)(1.0) else 0
-    sampled = in_batches(math.ceil(chosen / num_replicas), batch, steps + guided_steps)
-    measured = in_batches(math.ceil(num_images * NUM_BUCKETS / num_replicas), batch)
-    return {"validation": sampled + measured}
+    share = math.ceil(chosen / num_replicas)
+    drawn = sampled(recipe, "validation", share, steps, guided_steps)
+    drawn += sampled(recipe, "validation", share, len(rollout), sum(map(guided or guided_by(recipe), rollout)))
+    return {"validation": drawn + (NONE if recipe.is_rl else measured(recipe, num_replicas, num_images))}
+
+
+def measured(recipe: Recipe, num_replicas: int, num_images: int) -> Forwards:
+    """The validation loss on this many held-out samples, under the evaluation weights and each reference."""
+    settings, size = recipe.supervised, recipe.engine.max_forward_batch
+    terms = math.ceil(num_images * NUM_BUCKETS / num_replicas)
+    asked = Forwards(math.ceil(terms / max(1, size // settings.num_media)), terms * settings.num_media)
+    return sum((seen_by(policy, asked) for policy in settings.references), asked)
+
+
+def sampled(recipe: Recipe, purpose: str, samples: int, steps: int, guided_steps: int) -> Forwards:
+    """Denoise these samples in batches of engine.max_forward_batch; at guided steps each half has a forward, unless
+    both share one."""
+    most = recipe.joint_rows.get(purpose, 0)
+    sizes = [len(part) for part in chunks(range(samples), recipe.engine.max_forward_batch)]
+    calls = sum(steps + (guided_steps if 2 * size > most else 0) for size in sizes)
+    return Forwards(calls, samples * (steps + guided_steps))
 
 
 def guided_by(recipe: Recipe, expert_of: Callable[[float], int] = lambda sigma: 0) -> Guided:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from wfm_ds.errors import RunError
-from wfm_ds.training.speed import speed_metrics, speed_note, take_peak_memory
+from wfm_ds.training.speed import speed_metrics, speed_note
 
 if TYPE_CHECKING:
     from wfm_ds.engine.engine import StepResult
@@ -83,15 +83,15 @@ def finish_step(job: Job, step: int, report: StepReport, *, writing: bool) -> Ag
     """
     first, *others = report.lines
     work = job.engine.take_work()  # within the step's time: it takes seconds at first
-    measured = {**job.timer.lap(), **take_peak_memory(job.world.device)}
-    times, agreed = agree(job, measured, writing=writing)
+    times, agreed = agree(job, job.timer.lap(), writing=writing)
     speed = speed_metrics(job, work, report.samples, times["time/step"])
     counts = {f"perf/forwards_{name}": float(count) for name, count in sorted(job.forward.counts.items())}
-    job.forward.counts.clear()
+    counts |= {f"perf/forwarded_{name}": float(count) for name, count in sorted(job.forward.num_samples.items())}
+    job.forward.clear()
     first_update = (step - 1) * job.derived.updates_per_step + 1
     for update, metrics in enumerate([{**first, **times, **counts, **speed}, *others], first_update):
         job.monitor.scalars(update, metrics)
-    headline = next((m for m in ("reward/total/mean", "sft/loss", "loss/total") if m in first), None)
+    headline = next((m for m in ("reward/total/mean", "sft/loss", "dpo/loss", "loss/total") if m in first), None)
     notes = [f"{headline} {first[headline]:.4f}"] if headline else []
     job.monitor.progress(step, samples=report.samples, note=", ".join([*notes, speed_note({**times, **speed})]))
     return agreed

@@ -11,23 +11,28 @@ import torch
 
 from wfm_ds.algorithms import engine_policies
 from wfm_ds.data.datasets import TrainingData, buckets_of, load_data, readable
+from wfm_ds.distributed.accelerator import accelerator_present, uses_cuda
 from wfm_ds.distributed.world import ranks_per_node
 from wfm_ds.errors import RecipeError
+from wfm_ds.models.loading import chosen_device
 from wfm_ds.pipes.sockets import check_endpoint
 from wfm_ds.recipe.deepspeed import deepspeed_config
 from wfm_ds.recipe.derived import derive, num_replicas
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import RewardFunction
 from wfm_ds.rollout.rewards import RewardClient
-from wfm_ds.rollout.service import endpoints, spawn_devices, trainer_keys
-from wfm_ds.run.estimate import memory_lines
+from wfm_ds.rollout.service import endpoints, places, trainer_keys
+from wfm_ds.run.estimate import estimate, memory_lines
+from wfm_ds.run.fit import verdict
 from wfm_ds.run.folder import Start, find_start
-from wfm_ds.run.model import family_of, load_model
+from wfm_ds.run.model import check_attention, family_of, load_model
+from wfm_ds.training.texts_ahead import keeps_encoders
 from wfm_ds.types import Prompt
 
 log = logging.getLogger(__name__)
 
 NUM_DECODED = 32  # samples that --check looks into
+MIN_VISITS = 3  # of a prompt: below it, little is known of most prompts when they are drawn
 
 
 def check_rewards(recipe: Recipe, prompts: Sequence[Prompt]) -> None:
@@ -43,7 +48,8 @@ def check_rewards(recipe: Recipe, prompts: Sequence[Prompt]) -> None:
 def check_workers(recipe: Recipe) -> None:
     """Raises RecipeError, PipeError or KeyFileError for workers that could not be started, or not be reached."""
     rollout = recipe.rl.rollout
-    spawn_devices(rollout.devices, rollout.spawn)
+    if accelerator_present():  # --check on a machine without any may be for another one
+        places(rollout, num_ranks=0)
     keys = trainer_keys(rollout)
     if rollout.bind != "ipc":
         for endpoint in endpoints(rollout.bind, None):
@@ -85,9 +91,9 @@ def preflight(recipe: Recipe, world_size: int) -> TrainingData:
         ranks_per_node=ranks_per_node(world_size),
     )
     family_of(recipe)
-    for doubt in recipe.algorithm.doubts():
-        log.warning(doubt)
     data = load_data(recipe)
+    for doubt in [*recipe.algorithm.doubts(), *choice_doubts(recipe, data)]:
+        log.warning(doubt)
     if recipe.is_async:
         check_workers(recipe)
     if recipe.is_rl:
@@ -95,28 +101,53 @@ def preflight(recipe: Recipe, world_size: int) -> TrainingData:
     return data
 
 
+def visits(recipe: Recipe, data: TrainingData) -> float:
+    """Return how often a prompt is drawn in the run, on average."""
+    return recipe.run.steps * recipe.rl.rollout.prompts_per_step / len(data.prompts)
+
+
+def choice_doubts(recipe: Recipe, data: TrainingData) -> list[str]:
+    """Say where rewards are to choose among prompts of which most are met once or twice."""
+    if recipe.data.choose == "even" or visits(recipe, data) >= MIN_VISITS:
+        return []
+    return [
+        f"data.choose: spread draws by what earlier steps said of a prompt, and this run draws each of its "
+        f"{len(data.prompts)} prompts {visits(recipe, data):.2g} times: set data.choose: even, or use fewer prompts"
+    ]
+
+
 def report(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> str:
     """Return what `--check` prints when all is well. Raises UserError otherwise."""
     start = find_start(recipe, world_size, overwrite=overwrite)
     data = preflight(recipe, world_size)
     model = load_model(recipe, torch.device("cpu"))
+    kernel = check_attention(recipe, model, chosen_device(None))
     readable(data.samples, recipe, buckets_of(recipe, model), NUM_DECODED, whole=data.num_samples)
     check_spawned_rewards(recipe)
+    sizes = estimate(recipe, model, world_size, keeps_encoders=keeps_encoders(recipe, model, data, world_size))
+    chosen = "" if recipe.data.choose == "even" else f", by spread, {visits(recipe, data):.3g} times each on average"
     counts = (
-        f"prompts                    {len(data.prompts)}"
+        f"prompts                    {len(data.prompts)}{chosen}"
         if recipe.is_rl
         else f"samples                    {len(data.samples)} to train on, {len(data.held_out)} held out"
     )
     lines = [
         f"recipe                     {recipe.algorithm.name}, {'LoRA' if recipe.lora else 'all weights'}",
         f"model                      {model.path}",
+        f"attention                  {kernel}",
         counts,
         f"output                     {beginning(start)}",
         *derive(recipe, world_size).lines(),
-        *memory_lines(recipe, model.denoiser, model.default_lora_targets, world_size),
+        *memory_lines(sizes),
+        verdict(recipe, sizes, gpu_memory()),
         "all checks passed",
     ]
     return "\n".join(lines)
+
+
+def gpu_memory() -> int | None:
+    """Bytes of this machine's first GPU; None where there is none."""
+    return torch.cuda.get_device_properties(0).total_memory if uses_cuda() else None
 
 
 def beginning(start: Start) -> str:

@@ -1,53 +1,76 @@
-"""Supervised fine-tuning, top to bottom: velocity matching on captioned images or videos."""
+"""Training on data alone, top to bottom: velocities of noised images or videos, compared by the algorithm's loss."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from wfm_ds.algorithms.base import Stats
+from wfm_ds.algorithms.batch import Term
 from wfm_ds.algorithms.sft import (
     NUM_BUCKETS,
     bucket_of,
     conditional_counts,
     density_bands,
     drawn_experts,
-    flow_loss,
     training_sigmas,
     validation_sigmas,
 )
+from wfm_ds.algorithms.supervised import Supervised, velocity_errors
 from wfm_ds.chunks import chunks
 from wfm_ds.data.media import load_media
 from wfm_ds.data.order import BatchSource, TrainingSample
 from wfm_ds.data.pixels import Framing, centre
 from wfm_ds.data.replica import read_once
-from wfm_ds.data.samples import Sample
+from wfm_ds.data.samples import Media, Sample
 from wfm_ds.models.base import NegativeText
 from wfm_ds.models.conditional_frames import MASK, with_conditional_frames
-from wfm_ds.monitoring.meter import Meter
-from wfm_ds.recipe.algorithms import SftAlgorithm
+from wfm_ds.models.text_cache import Text
+from wfm_ds.pinned import columns, on_device, room
 from wfm_ds.run.job import Job
-from wfm_ds.sampling.noise import noisy_latents, seeded_normal
+from wfm_ds.sampling.noise import noised, noisy_latents, seeded_normal
 from wfm_ds.seeds import derive_seed, uniform
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
 from wfm_ds.training.loop import Loop
+from wfm_ds.training.micro import KEPT_ON_HOST, KEPT_SHARE, MicroBatches
 from wfm_ds.training.outcome import StepReport, engine_metrics
 from wfm_ds.training.validation import Validator
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoisedBatch:
+    """B samples of M media each, noised alike: row m * B + b is medium m of sample b. float32."""
+
+    clean: Tensor  # [M*B, ...]
+    noise: Tensor  # [M*B, ...], equal for the media of a sample
+    latents: Tensor  # [M*B, ...], of these two
+    sigma: Tensor  # [M*B]
+    texts: Sequence[Text]  # [M*B], encoded when a forward needs them
+    num_frames: Tensor | None  # [M*B] int64 on the host: first latent frames that are given; None: of no sample
+
+
 class SftLoop(Loop):
-    """One step is one optimizer step on a batch of `source`."""
+    """One step is one optimizer step of a supervised algorithm on a batch of `source`."""
 
     def __init__(
-        self, job: Job, source: BatchSource, validator: Validator, exporter: Exporter, checkpoints: Checkpoints
+        self,
+        job: Job,
+        algorithm: Supervised,
+        source: BatchSource,
+        validator: Validator,
+        exporter: Exporter,
+        checkpoints: Checkpoints,
     ) -> None:
         super().__init__(job, validator, exporter, checkpoints)
-        self.source = source
-        self.settings = job.recipe.sft
+        self.algorithm, self.source = algorithm, source
+        self.settings = job.recipe.supervised
         self.shift = self.settings.flow_shift or job.model.flow_shift
         self.bands = density_bands(self.settings, self.shift, job.model.sigma_ranges)
 
@@ -59,8 +82,11 @@ class SftLoop(Loop):
         job, world = self.job, self.job.world
         with job.timer("data_wait"):
             samples = read_once(world, lambda: self.source.batch(step, world.dp_rank, world.dp_size))
+        micros = self.micro_batches(samples)
+        job.texts.prepare([self.caption(sample) for sample in samples])  # here no device waits for the host
+        references = self.reference_errors(micros)
         with job.timer("train"):
-            metrics = self.optimize(samples)
+            metrics = self.optimize(samples, micros, references)
         return StepReport(self.source.bad_counts(world.replica_sums), [metrics], job.derived.samples_per_step)
 
     def own_state(self) -> dict[str, Any]:
@@ -70,55 +96,104 @@ class SftLoop(Loop):
     def restore_own(self, state: Mapping[str, Any]) -> None:
         self.source.restore_from_ranks(state["sources"], self.job.world.dp_rank, self.job.world.dp_size)
 
-    def optimize(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
+    def micro_batches(self, samples: Sequence[TrainingSample]) -> MicroBatches[Term]:
+        """This replica's samples in micro-batches of one expert each, with a noise level for each sample."""
+        job = self.job
+        rows = chunks(range(len(samples)), job.recipe.engine.micro_batch_size)
+        # The same experts on all ranks: each of their collectives needs all of them.
+        experts = drawn_experts(self.bands, job.recipe.run.seed, self.step, job.derived.accumulation)
+        cuts = [(self.terms(samples, part, expert), expert) for expert, part in zip(experts, rows, strict=True)]
+        kept = room(job.world.device, KEPT_SHARE, KEPT_ON_HOST) if self.algorithm.settings.references else 0
+        return MicroBatches(cuts, functools.partial(self.noised_batch, samples), kept)
+
+    def terms(self, samples: Sequence[TrainingSample], rows: Sequence[int], expert: int) -> list[Term]:
+        sigmas = training_sigmas(
+            self.settings,
+            self.shift,
+            run_seed=self.job.recipe.run.seed,
+            positions=[samples[row].position for row in rows],
+            global_batch=self.job.derived.samples_per_step,
+            band=self.bands[expert],
+        )
+        return [Term(row=row, sigma=sigma, weight=1.0) for row, sigma in zip(rows, sigmas.tolist(), strict=True)]
+
+    def reference_errors(self, micros: MicroBatches[Term]) -> list[dict[str, Tensor]]:
+        """Errors [M, B] of the policies that the loss compares with, by micro-batch; all of one policy, then the next.
+        In the batches of training: a GPU may pick other kernels for another batch size, and equal policies would
+        differ."""
+        found: list[dict[str, Tensor]] = [{} for _ in micros.cuts]
+        for policy in self.algorithm.settings.references:
+            with self.job.timer(f"{policy}_forward"), self.job.engine.policy(policy):
+                for errors, micro in zip(found, micros.before_others(), strict=True):
+                    errors[policy] = errors_of(self.job, policy, micro.batch, micro.expert)
+        return found
+
+    def optimize(
+        self,
+        samples: Sequence[TrainingSample],
+        micros: MicroBatches[Term],
+        references: Sequence[Mapping[str, Tensor]],
+    ) -> dict[str, float]:
         """One optimizer step on this replica's samples."""
         engine = self.job.engine
-        micros = chunks(samples, self.job.recipe.engine.micro_batch_size)
-        # The same experts on all ranks: each of their collectives needs all of them.
-        experts = drawn_experts(self.bands, self.job.recipe.run.seed, self.step, self.job.derived.accumulation)
-        engine.expect(len(experts))
-        for expert, micro in zip(experts, micros, strict=True):
-            loss_B, sigma_B = self.loss(micro, expert)
+        engine.expect(micros.num_backwards)
+        for micro, of_others in zip(micros, references, strict=True):
+            errors = errors_of(self.job, "policy", micro.batch, micro.expert)
+            sigma_B = micro.batch.sigma[: errors.shape[1]]
+            loss_B, stats = self.algorithm.loss(errors, sigma_B, of_others)
             engine.backward(loss_B.sum(), num_terms=self.job.derived.samples_per_step)
-            self.meter.add({"sft/loss": loss_B.detach()}, torch.ones_like(loss_B))
-            for name, mask_B in loss_buckets("sft", sigma_B, self.shift).items():
-                self.meter.add({name: loss_B.detach()}, mask_B)
+            stats = loss_stats(self.algorithm.area, loss_B.detach(), sigma_B, self.shift) | stats
+            self.meter.add(stats, torch.ones_like(sigma_B))
         result = engine.step()
         self.finite.watch(result, [sample.sample_id for sample in samples])
         if result.applied:
             engine.update_ema()
         return self.meter.collect(self.job.world) | engine_metrics(self.job, result)
 
-    def loss(self, samples: Sequence[TrainingSample], expert: int) -> tuple[Tensor, Tensor]:
-        """Losses and noise levels, all of one expert, of these samples, both [B]; with gradient."""
-        job, seed = self.job, self.job.recipe.run.seed
-        positions = [sample.position for sample in samples]
-        clean = clean_latents(job, samples)
-        noise = seeded_normal([derive_seed(seed, "train_noise", p) for p in positions], clean.shape[1:], clean.device)
-        sigma_B = training_sigmas(
-            self.settings,
-            self.shift,
-            run_seed=seed,
-            positions=positions,
-            global_batch=job.derived.samples_per_step,
-            band=self.bands[expert],
-        ).to(clean.device)
-        conditioning = job.texts.encode([self.caption(sample) for sample in samples])
-        draws = [uniform(seed, "conditional_frames", sample.epoch, sample.sample_id) for sample in samples]
-        conditioning, conditional_mask = with_drawn_frames(self.settings, conditioning, clean, draws)
-        velocity = job.forward("policy", noisy_latents(clean, noise, sigma_B), sigma_B, conditioning, expert)
-        weighting = self.settings.loss_weighting
-        return flow_loss(velocity, clean, noise, sigma_B, weighting, conditional_mask=conditional_mask), sigma_B
+    def noised_batch(self, samples: Sequence[TrainingSample], terms: Sequence[Term]) -> NoisedBatch:
+        """These samples at their noise levels; collective within the replica. All draws have keys: the same again."""
+        seed, times = self.job.recipe.run.seed, self.settings.num_media
+        part = [samples[term.row] for term in terms]
+        clean = clean_latents(self.job, list(media_of(part)))
+        (sigma,) = columns(clean.device, [term.sigma for term in terms] * times)
+        seeds = [derive_seed(seed, "train_noise", sample.position) for sample in part]
+        noisy, noise = noised(clean, sigma, seeds * times)
+        draws = [uniform(seed, "conditional_frames", sample.epoch, sample.sample_id) for sample in part]
+        return NoisedBatch(
+            clean=clean,
+            noise=noise,
+            latents=noisy,
+            sigma=sigma,
+            texts=[self.caption(sample) for sample in part] * times,
+            num_frames=conditional_counts(self.settings, draws * times),
+        )
 
     def caption(self, sample: TrainingSample) -> str | NegativeText:
         dropped = uniform(self.job.recipe.run.seed, "caption_dropout", sample.epoch, sample.sample_id)
         return NegativeText("") if dropped < self.job.recipe.data.caption_dropout else sample.prompt.text
 
 
-def loss_buckets(prefix: str, sigma_B: Tensor, shift: float) -> dict[str, Tensor]:
-    """Masks [B] of the equal parts of q that the noise levels fall into, by metric name."""
-    index_B = bucket_of(sigma_B, shift)
-    return {f"{prefix}/loss_bucket{j}": (index_B == j).float() for j in range(NUM_BUCKETS)}
+def errors_of(job: Job, purpose: str, batch: NoisedBatch, expert: int) -> Tensor:
+    """Velocity errors [M, B] of the active policy."""
+    conditioning, mask = job.texts.encode(batch.texts), None
+    if batch.num_frames is not None:
+        conditioning = with_conditional_frames(conditioning, batch.clean, batch.num_frames)
+        mask = conditioning[MASK]
+    velocity = job.forward(purpose, batch.latents, batch.sigma, conditioning, expert)
+    return velocity_errors(velocity, batch.clean, batch.noise, mask).view(job.recipe.supervised.num_media, -1)
+
+
+def loss_stats(prefix: str, loss_B: Tensor, sigma_B: Tensor, shift: float) -> Stats:
+    """The loss, and the loss in the equal part of q that each noise level falls into."""
+    parts = torch.arange(NUM_BUCKETS, device=sigma_B.device)
+    masks = (bucket_of(sigma_B, shift) == parts[:, None]).float().unbind()
+    return {f"{prefix}/loss": loss_B, **{f"{prefix}/loss_bucket{j}": (loss_B, mask) for j, mask in enumerate(masks)}}
+
+
+def media_of(samples: Sequence[TrainingSample]) -> Iterator[TrainingSample]:
+    """Yield the first medium of each sample, then the second ones of pairs. Only a replica's leader has these."""
+    yield from samples
+    yield from (sample.rejected for sample in samples if sample.rejected is not None)
 
 
 def clean_latents(job: Job, samples: Sequence[TrainingSample]) -> Tensor:
@@ -139,86 +214,97 @@ def encoded(job: Job, samples: Sequence[TrainingSample]) -> Tensor:
         assert framing is not None
         job.latents.write(media, framing, latents)
     rows = [fresh.get(i, sample.latents) for i, sample in enumerate(samples)]
-    return torch.stack([row.to(job.world.device) for row in rows])
-
-
-def with_drawn_frames(
-    settings: SftAlgorithm, conditioning: dict[str, Tensor], clean: Tensor, draws: Sequence[float]
-) -> tuple[dict[str, Tensor], Tensor | None]:
-    """The conditioning with as many first frames of `clean` [B, ...] as these draws in [0, 1) say, and their mask."""
-    if settings.max_num_conditional_frames == 0:
-        return conditioning, None
-    conditioning = with_conditional_frames(conditioning, clean, conditional_counts(settings, draws))
-    return conditioning, conditioning[MASK]
+    return torch.stack([on_device(row, job.world.device) for row in rows])
 
 
 class ValidationLoss:
-    """The training loss on held-out media at fixed noise: equal for equal weights, at any step and world size.
+    """The loss on held-out media at fixed noise: equal for equal weights, at any step and world size.
 
-    Noise depends on (sample, j) alone and sigma_j = shift((j + .5) / M), M = 8: every evaluation sees the same terms.
+    Noise depends on (sample, j) alone and sigma_j = shift((j + .5) / L), L = 8: every evaluation sees the same terms.
     """
 
-    def __init__(self, job: Job, samples: Sequence[Sample], framings: Sequence[Framing]) -> None:
+    def __init__(self, job: Job, algorithm: Supervised, samples: Sequence[Sample], framings: Sequence[Framing]) -> None:
         """`framings`: of each sample."""
-        self.job, self.samples, self.framings = job, samples, framings
-        self.settings = job.recipe.sft
+        self.job, self.algorithm, self.samples, self.framings = job, algorithm, samples, framings
+        self.settings = job.recipe.supervised
         self.shift = self.settings.flow_shift or job.model.flow_shift
         self.sigmas = validation_sigmas(self.shift).tolist()
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
-        """`val/loss` and its buckets under the engine's active policy; every rank calls, each does the same number of
-        forwards (missing samples are repeats of weight 0)."""
-        model, meter = self.job.model, Meter()
+        """`val/loss`, its buckets and the algorithm's own of the evaluation weights; every rank calls, each does the
+        same number of forwards (missing samples are repeats that do not count)."""
+        engine, references = self.job.engine, {}
+        for policy in self.settings.references:
+            with engine.policy(policy):
+                references[policy] = self.errors()
+        with engine.policy(self.job.evaluation_policy):
+            errors = self.errors()
+        loss_NL, of_samples = self.algorithm.held_out(errors, references)
+        means = {"loss": loss_NL, **{f"loss_bucket{j}": loss_N for j, loss_N in enumerate(loss_NL.unbind(dim=1))}}
+        return {f"val/{name}": float(values.mean()) for name, values in {**means, **of_samples}.items()}
+
+    def errors(self) -> Tensor:
+        """Velocity errors [M, N, L] float64 of the active policy, on the host of every rank."""
+        world, model = self.job.world, self.job.model
+        shape = (self.settings.num_media, len(self.samples), len(self.sigmas))
+        found = torch.zeros(shape, dtype=torch.float64, device=world.device)
         for expert in range(len(model.sigma_ranges)):
             levels = [j for j, sigma in enumerate(self.sigmas) if model.expert_of(sigma) == expert]
             for framing in dict.fromkeys(self.framings):
                 of_size = [i for i, other in enumerate(self.framings) if other == framing]
-                self.add([(i, j) for i in of_size for j in levels], expert, meter)
-        return meter.collect(self.job.world)
+                self.add([(i, j) for i in of_size for j in levels], expert, found)
+        # A term is of one replica alone: the sums are its numbers, whatever the number of ranks.
+        sums = world.replica_sums({str(k): error for k, error in enumerate(found.flatten().tolist())})
+        return torch.tensor(list(sums.values()), dtype=torch.float64).view(shape)
 
-    def add(self, terms: Sequence[tuple[int, int]], expert: int, meter: Meter) -> None:
-        """Measure these terms of one expert and one size."""
+    def add(self, terms: Sequence[tuple[int, int]], expert: int, found: Tensor) -> None:
+        """Measure this replica's share of these terms, of one expert and one size."""
         world = self.job.world
         share = math.ceil(len(terms) / world.dp_size)
         mine = range(world.dp_rank * share, (world.dp_rank + 1) * share)
         clean: dict[int, Tensor] = {}  # of the last forward's samples: the other levels of one follow
-        for part in chunks(mine, self.job.recipe.engine.max_forward_batch):
-            weight_B = torch.tensor([float(k < len(terms)) for k in part], device=world.device)
+        for part in chunks(mine, max(1, self.job.recipe.engine.max_forward_batch // self.settings.num_media)):
             chosen = [terms[k % len(terms)] for k in part]
             clean = {i: clean[i] if i in clean else self.latents(i) for i in dict.fromkeys(i for i, _ in chosen)}
-            loss_B, sigma_B = self.loss(chosen, clean, expert)
-            meter.add({"val/loss": loss_B}, weight_B)
-            for name, mask_B in loss_buckets("val", sigma_B, self.shift).items():
-                meter.add({name: loss_B}, mask_B * weight_B)
+            errors = errors_of(self.job, "validation", self.noised_batch(chosen, clean), expert)
+            counted = sum(k < len(terms) for k in part)
+            rows, levels = (list(column[:counted]) for column in zip(*chosen, strict=True))
+            found[:, rows, levels] = errors[:, :counted].double()
 
-    def loss(
-        self, terms: Sequence[tuple[int, int]], clean_by_index: Mapping[int, Tensor], expert: int
-    ) -> tuple[Tensor, Tensor]:
-        job = self.job
-        samples = [self.samples[i] for i, _ in terms]
-        clean = torch.stack([clean_by_index[i] for i, _ in terms])
-        seeds = [derive_seed(0, "validation_noise", s.id, j) for s, (_, j) in zip(samples, terms, strict=True)]
+    def noised_batch(self, terms: Sequence[tuple[int, int]], clean_by_index: Mapping[int, Tensor]) -> NoisedBatch:
+        times, keys = self.settings.num_media, [(self.samples[i].id, j) for i, j in terms]
+        clean = torch.stack([clean_by_index[i] for i, _ in terms], dim=1).flatten(0, 1)
+        seeds = [derive_seed(0, "validation_noise", *key) for key in keys]
         noise = seeded_normal(seeds, clean.shape[1:], clean.device)
-        sigma_B = torch.tensor([self.sigmas[j] for _, j in terms], dtype=torch.float32, device=clean.device)
-        conditioning = job.texts.encode([s.prompt.text for s in samples])
-        draws = [uniform(0, "validation_conditional_frames", s.id, j) for s, (_, j) in zip(samples, terms, strict=True)]
-        conditioning, conditional_mask = with_drawn_frames(self.settings, conditioning, clean, draws)
-        velocity = job.forward("validation", noisy_latents(clean, noise, sigma_B), sigma_B, conditioning, expert)
-        return flow_loss(velocity, clean, noise, sigma_B, conditional_mask=conditional_mask), sigma_B
+        noise = noise.repeat(times, *(1 for _ in clean.shape[1:]))
+        sigmas = [self.sigmas[j] for _, j in terms] * times
+        sigma = torch.tensor(sigmas, dtype=torch.float32, device=clean.device)
+        draws = [uniform(0, "validation_conditional_frames", *key) for key in keys]
+        return NoisedBatch(
+            clean=clean,
+            noise=noise,
+            latents=noisy_latents(clean, noise, sigma),
+            sigma=sigma,
+            texts=[self.samples[i].prompt.text for i, _ in terms] * times,
+            num_frames=conditional_counts(self.settings, draws * times),
+        )
 
     def latents(self, index: int) -> Tensor:
-        """Clean latents [...] of this sample, from the leader of the replica; collective."""
-        world = self.job.world
-        return world.share_tensor(self.encoded(index) if world.is_leader else None)
+        """Clean latents [M, ...] of this sample, from the leader of the replica; collective."""
+        world, sample = self.job.world, self.samples[index]
+        if not world.is_leader:
+            return world.share_tensor(None)
+        rows = [self.encoded(media, self.framings[index]) for media in sample.all_media]
+        return world.share_tensor(torch.stack(rows))
 
-    def encoded(self, index: int) -> Tensor:
-        """Clean latents [...] of this sample, read and encoded unless the run keeps them.
+    def encoded(self, media: Media, framing: Framing) -> Tensor:
+        """Clean latents [...] of a medium, read and encoded unless the run keeps them.
 
         Raises DataError, on this rank alone, if the file can no longer be read: replicas read different numbers of
         samples, so they have no moment to agree on it.
         """
-        cache, media, framing = self.job.latents, self.samples[index].media, self.framings[index]
+        cache = self.job.latents
         latents = None if cache is None else cache.read(media, framing)
         if latents is None:
             latents = self.job.model.encode_media([load_media(media, framing, centre)])[0]

@@ -1,26 +1,22 @@
-"""The numbers that people look at first: samples a second, TFLOP/s, utilisation and peak memory of a step."""
+"""The numbers that people look at first: samples a second, TFLOP/s and utilisation of a step."""
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
-
-from wfm_ds.engine.engine import DTYPES
 from wfm_ds.engine.peaks import peak_tflops
+from wfm_ds.engine.preparation import DTYPES
+from wfm_ds.monitoring.stopwatch import MEMORY
 
 if TYPE_CHECKING:
     from wfm_ds.engine.work import Work
     from wfm_ds.run.job import Job
 
 TERA = 1e12
-GIB = 2**30
 SAMPLES = "perf/samples_per_second"
 TFLOPS = "perf/tflops_per_gpu"
 MFU = "perf/mfu"
-MEMORY = "perf/peak_memory_gib"
 
 
 def speed_metrics(job: Job, work: Work | None, samples: int, seconds: float) -> dict[str, float]:
@@ -43,16 +39,6 @@ def rates(work: Work, seconds: float, peak: float | None) -> dict[str, float]:
         return {}
     tflops = {TFLOPS: (work.needed + work.repeated) / TERA / seconds}
     return tflops if peak is None else tflops | {MFU: work.needed / TERA / seconds / peak}
-
-
-def take_peak_memory(device: torch.device) -> dict[str, float]:
-    """The metric of the most memory that this rank reserved on its device since the last call; on a CPU, of the largest
-    resident size of the process since it began."""
-    if device.type == "cuda":
-        reserved = torch.cuda.max_memory_reserved(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return {MEMORY: reserved / GIB}
-    return {MEMORY: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
 
 
 def speed_note(metrics: Mapping[str, float]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,11 +16,14 @@ from wfm_ds.monitoring.samples import ShownSample, write_samples
 from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.rollout.scores import Scores, decoded, gather_scores, submit_pictures
 from wfm_ds.run.job import Job
+from wfm_ds.sampling.denoise import Plan
 from wfm_ds.types import Prompt, Score
 
 
 class Loss(Protocol):
-    def measure(self) -> dict[str, float]: ...
+    def measure(self) -> dict[str, float]:
+        """Metrics of the evaluation weights; it chooses the policies itself."""
+        ...
 
 
 class Validator:
@@ -31,10 +34,17 @@ class Validator:
     """
 
     def __init__(
-        self, job: Job, prompts: Sequence[Prompt], *, rewards: RewardClient | None = None, loss: Loss | None = None
+        self,
+        job: Job,
+        prompts: Sequence[Prompt],
+        *,
+        rewards: RewardClient | None = None,
+        loss: Loss | None = None,
+        rollout_plan: Callable[[int], Plan] | None = None,
     ) -> None:
+        """rollout_plan: of an RL step's rollouts. Given with `rewards`, samples of it are scored beside the others."""
         settings = job.recipe.validation
-        self.job, self.rewards, self.loss = job, rewards, loss
+        self.job, self.rewards, self.loss, self.rollout_plan = job, rewards, loss, rollout_plan
         chosen = prompts[: settings.num_prompts]
         # Seed-major: the first samples are one of each prompt.
         items = [(prompt, seed) for seed in settings.seeds for prompt in chosen]
@@ -48,7 +58,7 @@ class Validator:
         if self.job.recipe.validation.at_start and step == 0 and self._evaluated_at != 0:
             self.evaluate(0)
         self.job.timer.restart()
-        self.job.forward.counts.clear()
+        self.job.forward.clear()
         self.job.engine.forget_work()
 
     def state(self) -> dict[str, Any]:
@@ -74,40 +84,49 @@ class Validator:
     def evaluate(self, step: int) -> None:
         job = self.job
         with job.timer("validation"), job.engine.policy(job.evaluation_policy), torch.no_grad():
-            media = self.sample(self.items, step, scored=self.rewards is not None)
+            scored_as = f"val/{step}" if self.rewards is not None else None
+            media = self.sample(self.items, job.sampler.evaluation_plan(), scored_as=scored_as)
+            if self.rollout_plan is not None:
+                self.sample(self.items, self.rollout_plan(max(step, 1)), scored_as=f"val/{step}/rollout")
+        with job.timer("validation"):
             metrics = self.loss.measure() if self.loss is not None else {}
-        scores = self.collect_scores(step) if self.rewards is not None else {}
-        metrics |= reward_metrics(list(scores.values()))
+        gathered = self.collect_scores() if self.rewards is not None else {}
+        scores = self.scores_of(f"val/{step}", gathered)
+        metrics |= reward_metrics(scores)
+        if self.rollout_plan is not None:
+            prompts = [prompt.id for prompt, _ in self.items]
+            metrics |= correlation_metrics(scores, self.scores_of(f"val/{step}/rollout", gathered), prompts)
         self._write(step, self.items, media, scores)
         if metrics:
             job.monitor.scalars(step * job.derived.updates_per_step, metrics)
-            shown = [n for n in metrics if n == "val/loss" or n.endswith("/mean")]
+            shown = [n for n in metrics if n in ("val/loss", "val/accuracy") or n.endswith("/mean")]
             job.monitor.message(f"step {step}: " + ", ".join(f"{n} {metrics[n]:.4f}" for n in shown))
         self.last, self._evaluated_at = metrics, step
 
     def show(self, step: int, items: Sequence[tuple[Prompt, int]]) -> None:
         job = self.job
         with job.timer("validation"), job.engine.policy(job.evaluation_policy), torch.no_grad():
-            media = self.sample(items, step, scored=False)
-        self._write(step, items, media, {})
+            media = self.sample(items, job.sampler.evaluation_plan())
+        self._write(step, items, media, [])
 
-    def sample(self, items: Sequence[tuple[Prompt, int]], step: int, *, scored: bool) -> list[npt.NDArray[np.uint8]]:
+    def sample(
+        self, items: Sequence[tuple[Prompt, int]], plan: Plan, *, scored_as: str | None = None
+    ) -> list[npt.NDArray[np.uint8]]:
         """Images uint8 [H,W,3] or videos [T,H,W,3] of the first `logging.num_samples` items, on rank 0; all items are
-        scored."""
+        scored, item k under the id `<scored_as>/k`, or none."""
         job, world = self.job, self.job.world
         share = math.ceil(len(items) / world.dp_size)
         mine = range(world.dp_rank * share, (world.dp_rank + 1) * share)
         wanted = min(job.recipe.logging.num_samples, len(items))
         shown: list[npt.NDArray[np.uint8]] = []
-        plan = job.sampler.evaluation_plan()
         for part in chunks(mine, job.recipe.engine.max_forward_batch):
             chosen = [items[k % len(items)] for k in part]
             prompts, seeds = [prompt for prompt, _ in chosen], [seed for _, seed in chosen]
             latents = job.sampler.generate("validation", prompts, seeds, plan).clean
-            if scored:
+            if scored_as is not None:
                 assert self.rewards is not None
                 # Items beyond the last are repeats that keep replicas equal: scored under ids that nobody asks for.
-                ids = [f"val/{step}/{k}" for k in part]
+                ids = [f"{scored_as}/{k}" for k in part]
                 media, broken = submit_pictures(job, self.rewards, latents, ids, prompts)
                 self._broken |= broken
             else:
@@ -117,20 +136,23 @@ class Validator:
             return shown
         return [item for part in world.replica_gather_arrays(np.stack(shown)) for item in part][:wanted]
 
-    def collect_scores(self, step: int) -> Scores:
-        """Scores of all ranks' samples, in item order, on every rank."""
+    def collect_scores(self) -> Scores:
+        """Scores of all ranks' samples on every rank."""
         assert self.rewards is not None
         gathered = gather_scores(self.job.world, self.rewards.wait() | self._broken)
         self._broken = {}
-        wanted = [f"val/{step}/{k}" for k in range(len(self.items))]
-        return {sample_id: gathered[sample_id] for sample_id in wanted}
+        return gathered
+
+    def scores_of(self, scored_as: str, gathered: Scores) -> list[Mapping[str, Score]]:
+        """The scores of the items that were sampled under these ids, in item order; none if nothing was scored."""
+        return [gathered[f"{scored_as}/{k}"] for k in range(len(self.items))] if gathered else []
 
     def _write(
         self,
         step: int,
         items: Sequence[tuple[Prompt, int]],
         media: Sequence[npt.NDArray[np.uint8]],
-        scores: Mapping[str, Mapping[str, Score]],
+        scores: Sequence[Mapping[str, Score]],
     ) -> None:
         if not self.job.world.is_main:
             return
@@ -141,7 +163,7 @@ class Validator:
                 seed=seed,
                 media=item,
                 fps=self.job.recipe.sampling.fps if self.job.model.video else None,
-                rewards={name: score.value for name, score in scores.get(f"val/{step}/{k}", {}).items()},
+                rewards={name: score.value for name, score in scores[k].items()} if scores else {},
             )
             for k, ((prompt, seed), item) in enumerate(zip(items, media, strict=False))
         ]
@@ -167,3 +189,42 @@ def reward_metrics(scores: Sequence[Mapping[str, Score]]) -> dict[str, float]:
                 metrics[f"val/reward/{tag}/ci95"] = float(1.96 * np.std(values, ddof=1) / math.sqrt(len(values)))
         metrics[f"val/reward/{name}/failed"] = float(sum(s[name].failure is not None for s in scores))
     return metrics
+
+
+def correlation_metrics(
+    evaluated: Sequence[Mapping[str, Score]], rolled_out: Sequence[Mapping[str, Score]], prompts: Sequence[str]
+) -> dict[str, float]:
+    """Compare the rewards of the same prompts and seeds, sampled for evaluation and as rollouts are. In
+    `val/reward/<f>/`: `rollout_mean` of the latter, `rank_correlation` over all pairs, and the mean over prompts of
+    that of their own pairs, which is what advantages are made of."""
+    metrics: dict[str, float] = {}
+    for name in sorted(evaluated[0]):
+        values = [(e[name].value, r[name].value, p) for e, r, p in zip(evaluated, rolled_out, prompts, strict=True)]
+        pairs = [(a, b, prompt) for a, b, prompt in values if a is not None and b is not None]
+        if not pairs:
+            continue
+        by_prompt = [[(a, b) for a, b, of in pairs if of == prompt] for prompt in dict.fromkeys(prompts)]
+        within = [found for part in by_prompt if (found := rank_correlation(part)) is not None]
+        whole = rank_correlation([(a, b) for a, b, _ in pairs])
+        metrics[f"val/reward/{name}/rollout_mean"] = float(np.mean([b for _, b, _ in pairs]))
+        metrics |= {} if whole is None else {f"val/reward/{name}/rank_correlation": whole}
+        metrics |= {f"val/reward/{name}/rank_correlation_within_prompts": float(np.mean(within))} if within else {}
+    return metrics
+
+
+def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Spearman's rho: Pearson's correlation of the ranks, equal values sharing the mean of theirs. None for fewer than
+    two pairs, or where all of one side are equal."""
+    if len(pairs) < 2:
+        return None
+    first, second = (mean_ranks(side) for side in np.asarray(pairs, np.float64).T)
+    if first.std() == 0 or second.std() == 0:
+        return None
+    return float(np.corrcoef(first, second)[0, 1])
+
+
+def mean_ranks(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Ranks from 1, the mean of their places for values that are equal."""
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: npt.NDArray[np.float64] = (np.cumsum(counts) - (counts - 1) / 2)[place]
+    return ranks

@@ -22,7 +22,7 @@ def attend(
     value_BnHD: Tensor,
     lengths: Sequence[int],
     group: ProcessGroup,
-    backend: Any = None,
+    backend: Any,
 ) -> Tensor:
     """Attention of every token to every token, [B,n,H,D]. Two exchanges: queries, keys and values in one, then back.
 

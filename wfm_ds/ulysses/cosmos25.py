@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 from diffusers import CosmosTransformer3DModel
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_cosmos import CosmosAttnProcessor2_0
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -31,7 +32,7 @@ class Cosmos25(SharedTokens):
         for attention in attentions:
             self.take_processor(attention, CosmosAttnProcessor2_0)
         for attention in attentions:
-            attention.set_processor(SelfAttention(self.group))
+            attention.set_processor(CosmosAttention(self.group))
         transformer.time_embed.register_forward_hook(self._times_of_tokens)
         if transformer.learnable_pos_embed is not None:
             transformer.learnable_pos_embed.register_forward_hook(lambda module, args, made: self.own(made, 1))
@@ -67,12 +68,13 @@ class Cosmos25(SharedTokens):
         return tuple(x[:, start - first * per_frame : stop - first * per_frame] for x in of_tokens)
 
 
-class SelfAttention:
-    """Processor in place of CosmosAttnProcessor2_0."""
+class CosmosAttention:
+    """Processor in place of CosmosAttnProcessor2_0: of tokens to each other, or to the text."""
 
-    _attention_backend = None  # set_attention_backend writes here
+    _attention_backend: Any = None  # one of diffusers' kernels
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup | None) -> None:
+        """group: the ranks that share the tokens of self-attention; None: this rank has all of them."""
         self.group = group
 
     def __call__(
@@ -81,16 +83,24 @@ class SelfAttention:
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        *,
-        image_rotary_emb: tuple[Tensor, Tensor],
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """hidden_states [B,n,C]: this rank's tokens; image_rotary_emb: tables [S,D] of all."""
-        lengths = shares(len(image_rotary_emb[0]), dist.get_world_size(self.group), "tokens")
-        tables = [own(table, 0, lengths, self.group) for table in image_rotary_emb]
+        """hidden_states [B,n,C]: this rank's tokens; encoder_hidden_states [B,m,C]: a text, whole on every rank;
+        image_rotary_emb: tables [S,D] of all tokens, in self-attention."""
+        attended_to = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         query, key, value = (
-            layer(hidden_states).unflatten(2, (attn.heads, -1)) for layer in (attn.to_q, attn.to_k, attn.to_v)
+            layer(x).unflatten(2, (attn.heads, -1))
+            for layer, x in ((attn.to_q, hidden_states), (attn.to_k, attended_to), (attn.to_v, attended_to))
         )
-        query = rotated(attn.norm_q(query), tables, "halves")
-        key = rotated(attn.norm_k(key), tables, "halves")
-        attended = attend(query, key, value, lengths, self.group, self._attention_backend)
+        query, key = attn.norm_q(query), attn.norm_k(key)
+        lengths, tables = None, image_rotary_emb
+        if self.group is not None and tables is not None:
+            lengths = shares(len(tables[0]), dist.get_world_size(self.group), "tokens")
+            tables = (own(tables[0], 0, lengths, self.group), own(tables[1], 0, lengths, self.group))
+        if tables is not None:
+            query, key = rotated(query, tables, "halves"), rotated(key, tables, "halves")
+        if lengths is None or self.group is None:
+            attended = dispatch_attention_fn(query, key, value, attention_mask, backend=self._attention_backend)
+        else:
+            attended = attend(query, key, value, lengths, self.group, self._attention_backend)
         return projected_out(attn, attended.flatten(2))

@@ -57,7 +57,8 @@ def exchange(
     outbox, inbox = first.new_empty(sum(sent_sizes)), first.new_empty(sum(received_sizes))
     pieces = zip(*(x.split_with_sizes(list(cut), cut_dim) for x in tensors), strict=True)
     for block, shape, of_rank in zip(outbox.split_with_sizes(sent_sizes), sent, pieces, strict=True):
-        torch.stack(of_rank, out=block.view(count, *shape))
+        for place, piece in zip(block.view(count, *shape), of_rank, strict=True):
+            place.copy_(piece)  # not stack(out=): compiled, it takes its output for one laid out like its inputs
     dist.all_to_all_single(inbox, outbox, received_sizes, sent_sizes, group=group)
     blocks = [b.view(count, *shape) for b, shape in zip(inbox.split_with_sizes(received_sizes), received, strict=True)]
     return tuple(torch.cat([block[i] for block in blocks], join_dim) for i in range(count))

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from diffusers import SD3Transformer2DModel
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.attention_processor import JointAttnProcessor2_0
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -68,9 +69,10 @@ class SD3(SharedTokens):
 class JointAttention:
     """Processor in place of JointAttnProcessor2_0: image and text together, or the image alone (`attn2` of SD3.5)."""
 
-    _attention_backend = None  # set_attention_backend writes here
+    _attention_backend: Any = None  # one of diffusers' kernels
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(self, group: ProcessGroup | None) -> None:
+        """group: the ranks that share the tokens; None: this rank has all of them."""
         self.group = group
 
     def __call__(
@@ -80,14 +82,15 @@ class JointAttention:
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
         *,
-        lengths: Lengths,
+        lengths: Lengths | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """hidden_states [B,n,C] and encoder_hidden_states [B,m,C]: this rank's image and text tokens."""
+        """hidden_states [B,n,C] and encoder_hidden_states [B,m,C]: this rank's image and text tokens. lengths: of all
+        ranks, where there is a group."""
         image = projected(
             hidden_states, attn.heads, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k, None)
         )
         if encoder_hidden_states is None:
-            return projected_out(attn, self.attend(image, lengths.image))
+            return projected_out(attn, self.attend(image, None if lengths is None else lengths.image))
         text = projected(
             encoder_hidden_states,
             attn.heads,
@@ -95,12 +98,16 @@ class JointAttention:
             (attn.norm_added_q, attn.norm_added_k, None),
         )
         joint = [torch.cat(pair, 1) for pair in zip(image, text, strict=True)]
-        attended = self.attend(joint, lengths.joint)
+        attended = self.attend(joint, None if lengths is None else lengths.joint)
         of_image, of_text = attended.split_with_sizes([hidden_states.shape[1], encoder_hidden_states.shape[1]], 1)
         return projected_out(attn, of_image), of_text if attn.context_pre_only else attn.to_add_out(of_text)
 
-    def attend(self, qkv: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
+    def attend(self, qkv: Sequence[Tensor], lengths: Sequence[int] | None) -> Tensor:
         query, key, value = qkv
+        if self.group is None:
+            whole: Tensor = dispatch_attention_fn(query, key, value, backend=self._attention_backend)
+            return whole.flatten(2)
+        assert lengths is not None
         return attend(query, key, value, lengths, self.group, self._attention_backend).flatten(2)
 
 

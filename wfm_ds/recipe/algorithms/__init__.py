@@ -10,15 +10,21 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 from pydantic import Field, SerializeAsAny, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
 from wfm_ds.errors import RecipeError
+from wfm_ds.recipe.algorithms.awm import AwmAlgorithm as AwmAlgorithm
 from wfm_ds.recipe.algorithms.base import AlgorithmSettings as AlgorithmSettings
 from wfm_ds.recipe.algorithms.base import RlSections as RlSections
 from wfm_ds.recipe.algorithms.base import RlSettings as RlSettings
 from wfm_ds.recipe.algorithms.base import num_of_share as num_of_share
 from wfm_ds.recipe.algorithms.ddrl import DdrlAlgorithm as DdrlAlgorithm
+from wfm_ds.recipe.algorithms.dgpo import DgpoAlgorithm as DgpoAlgorithm
 from wfm_ds.recipe.algorithms.diffusion_nft import DecaySchedule as DecaySchedule
 from wfm_ds.recipe.algorithms.diffusion_nft import NftAlgorithm as NftAlgorithm
+from wfm_ds.recipe.algorithms.dpo import DpoAlgorithm as DpoAlgorithm
 from wfm_ds.recipe.algorithms.flow_grpo import FlowGrpoAlgorithm as FlowGrpoAlgorithm
+from wfm_ds.recipe.algorithms.forward_process import ForwardProcessSettings as ForwardProcessSettings
+from wfm_ds.recipe.algorithms.ram import RamAlgorithm as RamAlgorithm
 from wfm_ds.recipe.algorithms.sft import SftAlgorithm as SftAlgorithm
+from wfm_ds.recipe.algorithms.supervised import SupervisedSettings as SupervisedSettings
 from wfm_ds.user_class import import_class, is_user_class
 
 
@@ -61,7 +67,14 @@ if TYPE_CHECKING:
     Algorithm: TypeAlias = AlgorithmSettings
 else:
     Algorithm = Annotated[
-        SftAlgorithm | NftAlgorithm | FlowGrpoAlgorithm | DdrlAlgorithm,
+        SftAlgorithm
+        | DpoAlgorithm
+        | NftAlgorithm
+        | AwmAlgorithm
+        | RamAlgorithm
+        | DgpoAlgorithm
+        | FlowGrpoAlgorithm
+        | DdrlAlgorithm,
         Field(discriminator="name"),
         WrapValidator(_settings),
         SerializeAsAny(),

@@ -17,7 +17,7 @@ from pydantic import PositiveFloat, PositiveInt, model_validator
 from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.sampling import EDM_SOLVERS, SamplingRecipe
 from wfm_ds.recipe.section import Section
-from wfm_ds.recipe.sections import RewardRecipe, RolloutRecipe
+from wfm_ds.recipe.sections import EmaRecipe, RewardRecipe, RolloutRecipe
 
 
 def num_of_share(count: int, share: float) -> int:
@@ -33,6 +33,9 @@ class OtherSections(Protocol):
 
     @property
     def sampling(self) -> SamplingRecipe: ...
+
+    @property
+    def ema(self) -> EmaRecipe | None: ...
 
     @property
     def rl(self) -> RlSections: ...
@@ -64,7 +67,9 @@ class AlgorithmSettings(Section):
     takes_prompts: ClassVar[bool] = False
     """True if it can train on prompts (data.kind: prompts)."""
     takes_media: ClassVar[bool] = False
-    """True if it can train on captioned media (any other data.kind)."""
+    """True if it can train on captioned media (any other data.kind but pairs)."""
+    takes_pairs: ClassVar[bool] = False
+    """True if it trains on pairs of media of which one is preferred (data.kind: pairs)."""
 
     @property
     def num_conditional_frames(self) -> tuple[int, int]:
@@ -96,8 +101,9 @@ class RlSettings(AlgorithmSettings):
     """Advantages are clipped to this magnitude."""
     adv_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
     """Which advantages train, after clipping."""
-    zero_std: Literal["keep", "drop"] = "keep"
-    """A group whose rewards are all equal has the advantage 0: `keep` trains it with that, `drop` does not train it."""
+    zero_std: Literal["keep", "drop"] | None = None
+    """A group whose rewards are all equal has the advantage 0: `keep` trains it with that, `drop` does not train it.
+    Unset: `drop` where the loss has no part beside the reward's (diffusion_nft with kl_beta 0), else `keep`."""
     best_of_n: PositiveInt | None = None
     """Train only this many samples of a group: half of them its best, half its worst. Unset: all."""
     updates_per_rollout: PositiveInt = 1
@@ -111,8 +117,22 @@ class RlSettings(AlgorithmSettings):
     """True if other processes may generate its samples, which may then be some RL steps old."""
     samples_in_edm: ClassVar[bool] = False
     """True if it rolls out with the EDM solvers, which other algorithms cannot use."""
+    compares_log_probs: ClassVar[bool] = True
+    """True if it may compare log-probabilities of a rollout with those of training: then rollouts and rollout workers
+    must compute and round as training does. False: its samples may come from anywhere."""
     chooses_policy: ClassVar[bool] = False
     """True if it reads rollout.policy."""
+
+    @property
+    def regularizes(self) -> bool:
+        """The loss has a part beside the reward's, such as a distance to the reference, for which samples of advantage
+        0 are worth training on."""
+        return True
+
+    @property
+    def drops_zero_std(self) -> bool:
+        """Groups whose rewards are all equal are not trained on."""
+        return self.zero_std == "drop" or (self.zero_std is None and not self.regularizes)
 
     def terms_per_sample(self, sampling: SamplingRecipe) -> int:
         """Noise levels that each sample of an RL step is trained on."""

@@ -62,6 +62,7 @@ class DdrlAlgorithm(RlSettings):
     implementation = "wfm_ds.algorithms.ddrl:Ddrl"
     takes_media = True
     may_be_async = False
+    compares_log_probs = False  # with those of the weights at the start of the step, which training computes
     samples_in_edm = True
     chooses_policy = True
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
-from wfm_ds.recipe.algorithms.base import RlSettings, num_of_share
-from wfm_ds.recipe.sampling import SamplingRecipe
+from wfm_ds.recipe.algorithms.forward_process import ForwardProcessSettings
 from wfm_ds.recipe.section import Decay, Section
 from wfm_ds.recipe.sections import RolloutRecipe
 
@@ -31,7 +30,7 @@ class DecaySchedule(Section):
         return self
 
 
-class NftAlgorithm(RlSettings):
+class NftAlgorithm(ForwardProcessSettings):
     """DiffusionNFT (arXiv 2509.16117): forward-process reinforcement learning, no log-probabilities."""
 
     name: Literal["diffusion_nft"]
@@ -40,16 +39,15 @@ class NftAlgorithm(RlSettings):
     """Mixing of trained and old velocity in the implicit positive and negative policies."""
     kl_beta: NonNegativeFloat = 1e-4
     """Weight of the squared velocity distance to the reference. 0 runs no reference forward."""
-    timestep_fraction: Annotated[float, Field(gt=0, le=1)] = 0.99
-    """Share of the rollout's noise levels that each sample is trained on (at least one)."""
     old_decay: Literal["copy", "standard", "slow"] | DecaySchedule = "standard"
     """How the rollout policy follows the trained one: copy (0), standard (rises by .001 a step to .5), slow (copies for
     75 steps, then rises by .0075 a step to .999), or a mapping of its own."""
 
     implementation = "wfm_ds.algorithms.diffusion_nft:DiffusionNft"
 
-    def terms_per_sample(self, sampling: SamplingRecipe) -> int:
-        return num_of_share(sampling.steps, self.timestep_fraction)
+    @property
+    def regularizes(self) -> bool:
+        return self.kl_beta > 0
 
     def policies(self, rollout: RolloutRecipe) -> frozenset[str]:
         return frozenset({"old", "ref"} if self.kl_beta > 0 else {"old"})

@@ -13,7 +13,7 @@ from wfm_ds.recipe.sections import RolloutRecipe
 
 class FlowGrpoAlgorithm(RlSettings):
     """Policy gradient on the denoise steps of stochastic rollouts: Flow-GRPO (arXiv 2505.05470) and its variants
-    Flow-GRPO-Fast, MixGRPO, DanceGRPO and GRPO-Guard, which are settings of it and of `sampling`."""
+    Flow-GRPO-Fast, MixGRPO, DanceGRPO, GRPO-Guard and Flow-DPPO, which are settings of it and of `sampling`."""
 
     name: Literal["flow_grpo"]
     """Selects this algorithm."""
@@ -24,6 +24,13 @@ class FlowGrpoAlgorithm(RlSettings):
     """The lower bound is 1 - clip_ratio_low. Unset: clip_ratio."""
     clip_ratio_high: PositiveFloat | None = None
     """The upper bound is 1 + clip_ratio_high. Unset: clip_ratio."""
+    trust_region: Literal["ratio", "divergence"] = "ratio"
+    """What holds a policy near the old one. `ratio`: the clip range of the ratio; `divergence`: Flow-DPPO (arXiv
+    2606.11025), which leaves out a step whose distribution is away from the old one by `divergence` and whose ratio has
+    moved on with its advantage."""
+    divergence: PositiveFloat = 1e-5
+    """The bound of trust_region: divergence, on the KL of a denoise step under the new and the old weights, a mean over
+    elements. The published 1e-5 is for latents of 65536 elements; small latents need a larger one."""
     kl_beta: NonNegativeFloat = 0.0
     """Weight of the distance to the reference. 0 runs no reference forward."""
     kl_type: Literal["velocity", "gaussian", "flow_grpo"] = "gaussian"
@@ -42,7 +49,8 @@ class FlowGrpoAlgorithm(RlSettings):
     drop what these weights have moved away from (max_drift)."""
     max_drift: PositiveFloat = 10.0
     """With rollout.max_staleness above 0: a denoise step whose log-probability under the weights at the start of the RL
-    step differs from that of the rollout by more than this many clip ranges does not train the policy. How many are
+    step differs from that of the rollout by more than this many clip ranges does not train the policy; with
+    trust_region: divergence, one whose distribution differs by more than this many times `divergence`. How many are
     dropped is policy/dropped_fraction."""
     log_prob: Literal["published", "gaussian"] = "published"
     """`published` leaves variance and constant out for the solver cps; its clip_ratio is another one
@@ -84,6 +92,10 @@ class FlowGrpoAlgorithm(RlSettings):
     def _all_read(self) -> FlowGrpoAlgorithm:
         if not self.guard:
             self.require_default("guard_reweight", unless="guard: true")
+        if self.trust_region == "divergence":
+            self.require_default("clip_ratio", "clip_ratio_low", "clip_ratio_high", unless="trust_region: ratio")
+        else:
+            self.require_default("divergence", unless="trust_region: divergence")
         if self.clip_ratio_low is not None and self.clip_ratio_high is not None:
             self.require_default("clip_ratio", unless="clip_ratio_low or clip_ratio_high unset")
         return self

@@ -1,0 +1,54 @@
+"""`python -m benchmarks.gpu COMMAND`: what one GPU shows, command by command, or all of it in order (`day`)."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import report
+from wfm_ds.program import exit_code
+
+# A command is a module with `add_arguments` and `run`, which gives the rows of a table one by one.
+COMMANDS = {
+    "day": ("day", "all calls in order, each resumable and under its time limit, and one table"),
+    "machine": ("machine", "the device, the software, and the ceilings that shares refer to"),
+    "pipeline": ("pipelines", "a pipeline of released size with random weights"),
+    "steps": ("steps", "steps of recipes: phases, FLOP/s, memory, launches, waits for the device"),
+    "against": ("against", "a recipe's steps beside those of the published loop in plain torch"),
+    "videos": ("videos", "forwards, backwards and decoding of videos, by attention kernel and dtype"),
+    "matmuls": ("matmuls", "matrix products in bfloat16 and float8"),
+    "stopped": ("stopped", "a run that is asked to stop in a step, and continues"),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    commands = made.add_subparsers(dest="command", required=True)
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary)
+        importlib.import_module(f"benchmarks.gpu.{module}").add_arguments(command)
+        command.add_argument("--json", type=Path, help="write the rows to this file too")
+    return made
+
+
+def run(args: argparse.Namespace) -> int:
+    rows = []
+    for row in importlib.import_module(f"benchmarks.gpu.{COMMANDS[args.command][0]}").run(args):
+        rows.append(row)
+        if args.json is not None:  # anew with each row: a command that is killed leaves those that it has
+            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    sys.stdout.write(report.table(rows) + "\n")
+    return int(any("error" in row for row in rows))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    return exit_code(lambda: run(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

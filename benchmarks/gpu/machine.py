@@ -1,0 +1,52 @@
+"""The machine of a day: device, software, and what it reaches at best."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks import report, timing
+from benchmarks.gpu import runs
+
+PACKAGES = ("deepspeed", "diffusers", "peft", "transformers", "torch", "triton", "pyzmq")
+QUERY = "name,driver_version,memory.total,clocks.max.sm,power.limit"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--size", type=int, default=8192, help="of the square matrices of the ceiling")
+
+
+def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+    from deepspeed.accelerator import get_accelerator
+
+    device = runs.world().device
+    about = report.machine() | {name: report.version(name) for name in PACKAGES} | {"nvidia-smi": nvidia_smi()}
+    about["deepspeed accelerator"] = get_accelerator()._name
+    if device.type == "cuda":
+        about["copy GB/s"] = timing.copy_gbps()
+    about["bfloat16 TFLOP/s"] = matmul_tflops(args.size, device)
+    return [{"what": name, "found": value} for name, value in about.items()]
+
+
+def nvidia_smi() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return "none"
+    command = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.strip()
+
+
+def matmul_tflops(size: int, device: torch.device) -> float:
+    """TFLOP/s of a square product: the ceiling beside the data sheet's."""
+    a, b = torch.randn(2, size, size, device=device, dtype=torch.bfloat16)
+    return 2 * size**3 / median_s(lambda: a @ b) / 1e12
+
+
+def median_s(call: Callable[[], object], repeats: int = 5) -> float:
+    """Seconds of one call, the median of some after one that warms up."""
+    return statistics.median([runs.timed(call) for _ in range(1 + repeats)][1:])

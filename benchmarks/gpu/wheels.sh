@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Wheels for a GPU machine without network, which has torch, Triton and transformers already:
+#
+#   benchmarks/gpu/wheels.sh [--dry-run] [PYTHON]      here, into .whl/ (git ignores it); PYTHON: the other's, e.g. 3.12
+#   . benchmarks/gpu/wheels.sh use                     there, before each command: installs them into /tmp/site
+#
+# Versions are those of constraints.txt. torch and what belongs to it stay the other machine's own.
+REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+
+# Without their own dependencies: these lists are complete for an image of torch with transformers.
+BINARY="diffusers pyzmq pydantic pydantic_core annotated-types typing-inspection av ftfy wcwidth importlib_metadata zipp peft
+  pytest pluggy iniconfig hypothesis sortedcontainers"
+SOURCE="deepspeed hjson"  # published as sources; without its operators DeepSpeed is pure Python
+
+pinned() {
+  for name in "$@"; do
+    grep -iE "^${name//[-_]/[-_]}==" "$REPOSITORY/constraints.txt" || { echo "$name is not in constraints.txt" >&2; return 1; }
+  done
+}
+
+use_wheels() {
+  python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site "$REPOSITORY"/.whl/*.whl || return 1
+  export PYTHONPATH=/tmp/site:$REPOSITORY:$REPOSITORY/kernels:$REPOSITORY/reward
+  export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+}
+
+make_wheels() {
+  set -euo pipefail
+  local dry=() version binary source platforms=()
+  if [ "${1:-}" = --dry-run ]; then dry=(--dry-run); shift; fi
+  version=${1:-3.12}
+  binary=$(pinned $BINARY)
+  source=$(pinned $SOURCE)
+  for platform in manylinux_2_28 manylinux_2_26 manylinux_2_24 manylinux_2_17 manylinux2014; do
+    platforms+=(--platform "${platform}_x86_64")
+  done
+  mkdir -p "$REPOSITORY/.whl"
+  if [ ${#dry[@]} -gt 0 ]; then  # resolves the same files and stores none
+    python3 -m pip install -q --dry-run --ignore-installed --target /tmp/none --no-deps --only-binary=:all: \
+      --python-version "$version" --implementation cp "${platforms[@]}" $binary
+    echo "would build $(echo $source) with python$version" && return
+  fi
+  python3 -m pip download -q --no-deps --only-binary=:all: --python-version "$version" --implementation cp \
+    "${platforms[@]}" -d "$REPOSITORY/.whl" $binary
+  DS_BUILD_OPS=0 "python$version" -m pip wheel -q --no-deps -w "$REPOSITORY/.whl" $source
+  du -sh "$REPOSITORY/.whl"
+}
+
+if [ "${1:-}" = use ]; then use_wheels; else make_wheels "$@"; fi

@@ -1,0 +1,47 @@
+"""The study's picture: reward, unseen judge and spread over forwards, from each start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from benchmarks.learning.curves import Evaluation
+from benchmarks.learning.variants import BASELINES, VARIANTS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PANELS = {"reward": "held-out reward", "unseen": "judge that RL never sees", "spread": "spread within prompts"}
+
+
+def plot(curves: Mapping[tuple[str, int], Sequence[Sequence[Evaluation]]], path: Path) -> None:
+    """A row for each start: a line for each variant's mean over seeds, the range of its seeds as a band. Variants whose
+    settings are the published ones are dashed."""
+    from matplotlib.figure import Figure
+
+    starts = sorted({start for _, start in curves})
+    figure = Figure(figsize=(12, 3.9 * len(starts)), layout="constrained")
+    grid = figure.subplots(len(starts), len(PANELS), squeeze=False)
+    for start, of_row in zip(starts, grid, strict=True):
+        for axes, (y, title) in zip(of_row, PANELS.items(), strict=True):
+            for (name, of_start), of_seeds in curves.items():
+                if of_start == start:
+                    draw(axes, name, of_seeds, y)
+            axes.set(xlabel="thousand forwards", title=f"{title}, start {start}")
+            axes.grid(alpha=0.3)
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4)
+    figure.savefig(path, dpi=80)
+
+
+def draw(axes: Axes, name: str, of_seeds: Sequence[Sequence[Evaluation]], y: str) -> None:
+    places = [np.array([e.forwards / 1e3 for e in curve]) for curve in of_seeds]
+    values = [np.array([getattr(e, y) for e in curve]) for curve in of_seeds]
+    common = np.linspace(0, min(p[-1] for p in places), 100)
+    lines = np.stack([np.interp(common, p, v) for p, v in zip(places, values, strict=True)])
+    color, style = f"C{list(VARIANTS).index(name) % 10}", "--" if name in BASELINES else "-"
+    axes.plot(common, lines.mean(0), color=color, linestyle=style, label=VARIANTS[name].title)
+    axes.fill_between(common, lines.min(0), lines.max(0), color=color, alpha=0.12, linewidth=0)

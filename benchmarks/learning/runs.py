@@ -1,0 +1,96 @@
+"""The runs of the study: ordinary ones, one process each, kept in a folder and not repeated while they are there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.learning.curves import check_counts
+from benchmarks.learning.variants import Variant
+from wfm_ds.errors import UserError
+from wfm_ds.quickstart import prepare, train
+
+REVISION = "REVISION"
+# One rank does the work of the two that the recipes are written for; neither changes what is computed.
+ONE_RANK = ("engine.micro_batch_size=100", "logging.tensorboard=false")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training run of the study."""
+
+    name: str  # of its folder
+    variant: Variant
+    start: int  # the seed of the SFT run that it begins with
+    seed: int
+    overrides: tuple[str, ...] = ()
+
+
+def train_starts(out: Path, seeds: Sequence[int]) -> None:
+    """Prepare the digits, and train the model once for each seed, by the quickstart's recipe, unless it is there."""
+    if not (out / "data").exists():
+        prepare(out)
+    for seed in seeds:
+        if not is_finished(out / f"sft_{seed}"):
+            train(
+                "sft.yaml",
+                f"run.output_dir={out / f'sft_{seed}'}",
+                f"run.seed={seed}",
+                f"model.path={out / 'model'}",
+                f"data.path={out / 'data' / 'images'}",
+            )
+
+
+def train_all(out: Path, runs: Sequence[Run], jobs: int) -> None:
+    """Train what is not there yet, `jobs` at a time. Raises UserError naming the log of a run that failed."""
+    missing = [run for run in runs if not is_finished(out / run.name)]
+    with ThreadPoolExecutor(jobs) as pool:
+        for done in [pool.submit(improve, out, run) for run in missing]:
+            done.result()
+
+
+def improve(out: Path, run: Run) -> None:
+    """Train one run, and compare its forwards with those of its recipe."""
+    folder = out / run.name
+    start = json.loads((out / f"sft_{run.start}" / "result.json").read_text())
+    command = [
+        *(sys.executable, "-m", "wfm_ds.train", str(run.variant.recipe)),
+        f"run.output_dir={folder}",
+        f"run.seed={run.seed}",
+        f"model.path={start['artifacts']['pipeline']}",
+        f"data.path={out / 'data' / run.variant.data}",
+        f"validation.every={run.variant.every}",
+        *ONE_RANK,
+        *run.variant.overrides,
+        *run.overrides,
+    ]
+    log = out / f"{run.name}.log"
+    with log.open("w") as stream:
+        code = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, env=one_thread()
+        ).returncode
+    if code:
+        raise UserError(f"{run.name} ended with code {code}: see {log}")
+    check_counts(folder)
+    (folder / REVISION).write_text(f"{report.machine()['revision']}\n")
+
+
+def one_thread() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def is_finished(folder: Path) -> bool:
+    result = folder / "result.json"
+    return result.exists() and json.loads(result.read_text())["status"] == "finished"
+
+
+def revisions(out: Path, runs: Sequence[Run]) -> str:
+    """Name the revisions of the project that trained these runs."""
+    return ", ".join(sorted({(out / run.name / REVISION).read_text().strip() for run in runs}))

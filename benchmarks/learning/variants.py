@@ -1,0 +1,51 @@
+"""Recipes that the study compares, and overrides of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parent.parent.parent
+DIGITS = REPOSITORY / "recipes" / "digits"
+PUBLISHED = Path(__file__).parent / "published"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """An algorithm with its settings, as it stands in tables and pictures."""
+
+    title: str
+    recipe: Path
+    overrides: tuple[str, ...] = ()
+    data: str = "prompts"  # or images: the folder that it learns from
+    every: int = 3  # RL steps between evaluations
+    starts: tuple[int, ...] = (0, 1)
+
+
+# One for each seed of SFT: the export that all algorithms begin with, and the held-out rewards to be reached from it.
+LEVELS: Mapping[int, tuple[float, ...]] = {0: (0.85, 0.90, 0.93), 1: (0.76, 0.80, 0.85)}
+GOALS: Mapping[int, float] = {0: 0.93, 1: 0.76}
+BASELINES = ("nft_published", "flow_grpo_published")
+
+NFT = Variant("DiffusionNFT", DIGITS / "nft.yaml")
+LEVELS_OF_NFT = "levels: stratified, num_levels: 2, updates_per_rollout: 2"
+VARIANTS: Mapping[str, Variant] = {
+    "nft_published": Variant("DiffusionNFT, published settings", PUBLISHED / "nft.yaml"),
+    "flow_grpo_published": Variant("FlowGRPO, published settings", PUBLISHED / "flow_grpo.yaml"),
+    "nft": NFT,
+    "nft_10": replace(
+        NFT,
+        title="DiffusionNFT, rollouts of 10 steps",
+        overrides=("sampling.steps=10", "sampling.grid=stock"),
+    ),
+    "awm": replace(
+        NFT,
+        title="AWM",
+        overrides=(f"algorithm={{name: awm, kl_beta: 0, {LEVELS_OF_NFT}}}",),
+        starts=(0,),
+    ),
+    "ram": replace(NFT, title="RAM", overrides=(f"algorithm={{name: ram, {LEVELS_OF_NFT}}}",), starts=(0,)),
+    "flow_grpo_fast": Variant("FlowGRPO-Fast", DIGITS / "flow_grpo_fast.yaml", every=5, starts=(0,)),
+    "ddrl": Variant("DDRL", DIGITS / "ddrl.yaml", data="images", every=8, starts=(0,)),
+}

@@ -1,0 +1,88 @@
+"""The GPU that each shipped recipe needs, by the estimate at the released models' dimensions.
+
+python -m benchmarks.memory RECIPE...            part by part and phase by phase
+python -m benchmarks.memory --statements         the line that each recipe says it in, as it should be
+
+Nothing is computed and no weights are needed (wfm_ds/run/estimate.py). A test holds the recipes to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.released import RELEASED
+from wfm_ds.errors import RecipeError
+from wfm_ds.monitoring.stopwatch import GIB
+from wfm_ds.program import program
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.run.estimate import Estimate, estimate, memory_lines
+from wfm_ds.run.fit import fits, verdict
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+COMMAND = re.compile(r"^#\s+deepspeed --num_gpus (\d+) ", re.MULTILINE)
+STATEMENT = re.compile(r"^# (\d+) x (\d+) GB: (\d+) GiB a rank \(estimated, docs/engine\.md\)$", re.MULTILINE)
+DEFAULT_GPUS = 8
+GPU_GB = 80  # of the GPUs that the recipes are written for
+BFLOAT16 = 2
+
+
+def released_estimate(recipe: Recipe, world_size: int) -> Estimate:
+    """Estimate a recipe whose model is a released one, known by its folder's name. Raises RecipeError for others."""
+    name = Path(recipe.model.path).name
+    known = next((model for model in RELEASED.values() if model.folder == name), None)
+    if known is None:
+        raise RecipeError(
+            f"model.path {recipe.model.path}: {name} is no released model that benchmarks/released.py has"
+        )
+    model = known.load()
+    model.max_sequence_length = recipe.model.max_sequence_length or model.max_sequence_length
+    return estimate(recipe, model, world_size, encoder_bytes=known.text_parameters * BFLOAT16)
+
+
+def num_gpus(recipe_path: Path) -> int:
+    """GPUs of the command in a recipe's header; eight unless it says so."""
+    found = COMMAND.search(recipe_path.read_text(encoding="utf-8"))
+    return int(found[1]) if found else DEFAULT_GPUS
+
+
+def statement(recipe_path: Path) -> str:
+    """The line of a recipe's header, as it should be. Raises RecipeError where the peak does not fit."""
+    found = released_estimate(recipe_file.load(recipe_path, []), num_gpus(recipe_path))
+    if not fits(found.peak, GPU_GB * 10**9):
+        raise RecipeError(f"{recipe_path}: {found.peak / GIB:.0f} GiB do not fit a GPU of {GPU_GB} GB")
+    return f"# {found.world_size} x {GPU_GB} GB: {math.ceil(found.peak / GIB)} GiB a rank (estimated, docs/engine.md)"
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="benchmarks.memory", description="Estimate the memory that recipes need.")
+    p.add_argument("recipes", nargs="*", type=Path, help="recipes of released models (default: all that are shipped)")
+    p.add_argument("--ranks", type=int, help="default: the GPUs of the command in the recipe's header")
+    p.add_argument("--statements", action="store_true", help="print the lines of the recipes' headers alone")
+    return p
+
+
+def run(args: argparse.Namespace) -> int:
+    for path in args.recipes or sorted(RECIPES.glob("*.yaml")):
+        if args.statements:
+            sys.stdout.write(f"{path.name}\n{statement(path)}\n")
+            continue
+        recipe = recipe_file.load(path, [])
+        found = released_estimate(recipe, args.ranks or num_gpus(path))
+        lines = [path.name, *memory_lines(found), verdict(recipe, found, None)]
+        sys.stdout.write("\n".join(lines) + "\n\n")
+        sys.stdout.flush()
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return program(parser(), run, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""Every family through everything that a run does on a GPU: each tiny pipeline with each algorithm, ZeRO setting and
+world size. A family that gets a tiny pipeline is rehearsed without a word here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from benchmarks.rehearsal.ground import fake_gpus
+from benchmarks.rehearsal.record import Record
+
+if TYPE_CHECKING:
+    from wfm_ds.training.loop import Loop
+
+LORA = ("lora.rank=4", "lora.alpha=8")
+FULL = ("lora=null",)
+RL = ("rollout.prompts_per_step=2", "rollout.group_size={group}", "sampling.guidance_scale=2.0")
+SFT = ("engine.gradient_accumulation=2", "validation.holdout=0.01", "validation.num_images=2")
+UNPREPARED = ("data.cache_dir=null", "data.cache_text=off")  # captions are encoded when they come
+
+
+# What a mistake of the project, or a gap of the rehearsal, is seen as.
+ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One recipe of the tiny SD3, given to another family: the loop, the loss and the solver are its own."""
+
+    name: str
+    recipe: str
+    config: str  # in ds_configs/
+    overrides: tuple[str, ...]
+    sequence_parallel: int = 1
+
+
+# By the number of ranks. Together: each algorithm, each ZeRO setting, adapters and full weights, and shared tokens.
+RUNS: dict[int, tuple[Run, ...]] = {
+    2: (
+        Run("SFT", "sd3_sft_lora", "zero2", SFT + LORA + UNPREPARED),
+        Run("SFT", "sd3_sft", "zero3", SFT + FULL),
+        Run("NFT", "sd3_nft", "zero1", RL + LORA),
+        Run("NFT", "sd3_nft_full", "zero3_offload", RL + FULL),
+        Run("Flow-GRPO", "sd3_flow_grpo", "zero2", RL + LORA),
+        Run("Flow-GRPO-Fast", "sd3_flow_grpo_fast", "zero2", RL + FULL),
+        Run("DanceGRPO", "sd3_dance_grpo", "zero1", RL + FULL),
+        Run("DDRL", "sd3_ddrl", "zero3", (*RL[:2], *LORA)),
+        Run("NFT", "sd3_nft", "zero2", RL + LORA, sequence_parallel=2),
+        Run("AWM", "sd3_awm", "zero3", RL + FULL),
+        Run("RAM", "sd3_ram", "zero2", RL + LORA),
+    ),
+    8: (
+        Run("SFT", "sd3_sft", "zero3", SFT + FULL, sequence_parallel=4),
+        Run("Flow-GRPO", "sd3_flow_grpo", "zero2", RL + LORA, sequence_parallel=2),
+        Run("DDRL", "sd3_ddrl", "zero2", ("rollout.prompts_per_step=1", "rollout.group_size={group}", *LORA)),
+    ),
+    64: (
+        Run("NFT", "sd3_nft_full", "zero3_hpz", RL + FULL),
+        Run("SFT", "sd3_sft_lora", "zero2", SFT + LORA, sequence_parallel=4),
+    ),
+}
+# Family, ranks and the runs of that number that are its own: one of supervision and one of rewards each, in turns; then
+# one on a whole node each, of those that can share tokens where they do, and two of 64 ranks.
+COVERING = (
+    *(("sana", 2, (0, 6, 10)), ("sana_video", 2, (0, 2)), ("wan22_ti2v", 2, (0, 3)), ("wan22", 2, (0, 4))),
+    *(("sana", 8, (0, 2)), ("sana_video", 8, (1,)), ("wan22_ti2v", 8, (1,)), ("sana", 64, (1,))),
+    *(("sd3", 8, (1,)), ("cosmos25", 8, (0, 1)), ("wan21", 8, (0,)), ("wan22", 8, (1,)), ("digits", 8, (2,))),
+    *(("sd3", 2, (1, 7)), ("cosmos25", 2, (0, 4)), ("digits", 2, (0, 5, 9)), ("wan21", 2, (1, 8)), ("sd3", 64, (0,))),
+)
+
+
+@dataclass
+class Outcome:
+    """One run, and how it went."""
+
+    family: str
+    ranks: int
+    run: Run
+    refused: str = ""  # the project's own sentence for a combination that it does not do
+    failed: str = ""  # the error that ended it
+    done: list[str] = field(default_factory=list)
+    denoise_waits: int = 0
+    micro_step_waits: int = 0
+    denoise_copies: int = 0  # blocking ones
+    micro_step_copies: int = 0
+    warnings: list[str] = field(default_factory=list)
+    stacks: list[str] = field(default_factory=list)  # of the events in the two windows
+
+    @property
+    def label(self) -> str:
+        run = self.run
+        return f"{self.family}, {run.name}, {run.config}, {self.ranks} ranks, {run.sequence_parallel} a replica"
+
+    @property
+    def result(self) -> str:
+        if self.refused or self.failed:
+            return f"FAILED: {self.failed}" if self.failed else f"refused: {self.refused}"
+        return ", ".join(self.done)
+
+    def row(self) -> dict[str, Any]:
+        run = self.run
+        return {
+            "family": self.family,
+            "algorithm": run.name,
+            "DeepSpeed": run.config,
+            "weights": "full" if FULL[0] in run.overrides else "LoRA",
+            "ranks": self.ranks,
+            "sequence parallel": run.sequence_parallel,
+            "rehearsed": self.result,
+            "waits in the denoise loop": self.denoise_waits,
+            "waits between micro-steps": self.micro_step_waits,
+            "blocking copies in the denoise loop": self.denoise_copies,
+            "blocking copies between micro-steps": self.micro_step_copies,
+        }
+
+
+def rehearse(family: str, ranks: int, runs: Sequence[int]) -> list[Outcome]:
+    """Do these runs of this number of ranks with a tiny pipeline, one after the other: DeepSpeed keeps its groups."""
+    with fake_gpus(world_size=ranks) as record:
+        return [one(family, ranks, RUNS[ranks][i], record) for i in runs]
+
+
+def one(family: str, ranks: int, run: Run, record: Record) -> Outcome:
+    from benchmarks.rehearsal.runs import loop_of
+    from wfm_ds.errors import UserError
+
+    outcome = Outcome(family, ranks, run)
+    with tempfile.TemporaryDirectory() as temporary, heard(outcome):
+        folder = Path(temporary)
+        try:
+            with loop_of(record, run.recipe, overrides_of(family, ranks, run, folder), folder) as loop:
+                act(loop, record, outcome, folder)
+        except UserError as error:
+            outcome.refused = str(error)
+        except ERRORS as error:  # the other runs go on, and the row says so
+            outcome.failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            outcome.stacks.append(traceback.format_exc())
+    for name in ("stacks", "warnings"):
+        setattr(outcome, name, [*dict.fromkeys(getattr(outcome, name))])
+    return outcome
+
+
+def overrides_of(family: str, ranks: int, run: Run, folder: Path) -> list[str]:
+    """Overrides that make the recipe one of this family, with samples and terms for every replica."""
+    from benchmarks.rehearsal import runs
+    from wfm_ds.models import registry
+
+    base = registry.resolve(f"tiny:{family}")
+    call = json.loads((base / "call.json").read_text())
+    # An image or clip of the pipeline's own size, or the next one whose tokens can be shared.
+    size = [max(64 if run.sequence_parallel > 1 else 0, call[side]) for side in ("height", "width")]
+    frames = call.get("num_frames", call.get("frames", 1))
+    from_images = runs.reads_images(run.recipe)
+    replicas = ranks // run.sequence_parallel
+    group = max(8, 2 * replicas)
+    return [
+        f"model.path=tiny:{family}",
+        "model.dtype=bfloat16",
+        *(["model.guardrail=off"] if registry.family_of(base).has_guardrail else []),
+        f"engine.deepspeed={run.config}",
+        f"engine.sequence_parallel={run.sequence_parallel}",
+        "engine.micro_batch_size=2",
+        "engine.max_forward_batch=4",
+        f"sampling.height={size[0]}",
+        f"sampling.width={size[1]}",
+        f"sampling.num_frames={1 if from_images else frames}",
+        *(["data.max_upscale=64"] if from_images else []),
+        *(text.format(group=group) for text in run.overrides),
+        *runs.data(run.recipe, folder),
+    ]
+
+
+def act(loop: Loop, record: Record, outcome: Outcome, folder: Path) -> None:
+    """Train two steps, of which the second counts, and do all else that a run does with its weights."""
+    done = outcome.done
+    loop.begin()
+    loop.advance()
+    record.clear()
+    loop.advance()
+    count(record, outcome)
+    done.append("training")
+    loop.validator.evaluate(loop.step)
+    done.append("evaluation")
+    for solver in solvers(loop):
+        done.append(solver)
+    count(record, outcome)
+    loop.exporter.at_end(loop.step)
+    done.append("export")
+    checkpoint(loop, folder)
+    done.append("checkpoint")
+
+
+def count(record: Record, outcome: Outcome) -> None:
+    """Take the events of the two windows."""
+    from benchmarks.rehearsal.watch import DENOISE
+
+    for e in record.events:
+        if not e.window or not e.blocking:
+            continue
+        name = f"{'denoise' if e.window == DENOISE else 'micro_step'}_{'waits' if e.kind == 'sync' else 'copies'}"
+        setattr(outcome, name, getattr(outcome, name) + 1)
+        outcome.stacks.append(f"{e.window}: {e.describe()}")
+    record.clear()
+
+
+def solvers(loop: Loop) -> Iterator[str]:
+    """Denoise a batch with every solver that a recipe can name, and encode what was decoded."""
+    import torch
+
+    from wfm_ds.algorithms.plans import rollout_plan
+    from wfm_ds.recipe.sampling import SamplingRecipe
+    from wfm_ds.sampling.edm import Churn, edm_plan
+
+    job, seeds = loop.job, [1, 2]
+    prompts = [loop.validator.items[0][0]] * 2  # a text that the run knows: its encoders may have left
+    grid = job.model.rollout_sigmas(job.recipe.sampling)
+    for solver in get_args(SamplingRecipe.model_fields["solver"].annotation):
+        settings = job.recipe.sampling.model_copy(update={"solver": solver, "window": None, "noise_level": None})
+        if solver.startswith("edm"):
+            churn = Churn.of_run(settings.steps, s_churn=1.0, s_t_min=0.0, s_t_max=1e9, s_noise=1.0)
+            plan: Any = edm_plan(solver, settings.steps, churn)
+        else:
+            plan = rollout_plan(settings, grid, run_seed=0, step=1, store=settings.is_stochastic)
+        with torch.no_grad():
+            clean = job.sampler.generate("rollout", prompts, seeds, plan, seeds=seeds).clean
+        yield solver
+    with torch.no_grad():
+        again = job.model.encode_pixels(job.model.decode(clean))
+    assert again.shape == clean.shape
+    yield "encoding of media"
+
+
+def checkpoint(loop: Loop, folder: Path) -> None:
+    """Write the rank's state, and take it up again. A file of every rank is there only where there is one rank."""
+    from wfm_ds.checkpoint.state import capture, read_state
+    from wfm_ds.checkpoint.target import ExportTarget
+
+    engine, model = loop.job.engine, loop.job.model
+    state = capture(engine, loop.state(), ExportTarget.of(model), model.dtype)
+    state.write(folder)
+    if loop.job.world.size == 1:
+        loop.restore(read_state(engine, folder, 1))
+    else:
+        engine.restore(engine.counters(), engine.states())
+
+
+@contextlib.contextmanager
+def heard(outcome: Outcome) -> Iterator[None]:
+    """Keep the warnings of the project's own log."""
+
+    class Ear(logging.Handler):
+        def emit(self, line: logging.LogRecord) -> None:
+            outcome.warnings.append(line.getMessage())
+
+    ear, log = Ear(logging.WARNING), logging.getLogger("wfm_ds")
+    log.addHandler(ear)
+    try:
+        yield
+    finally:
+        log.removeHandler(ear)

@@ -1,0 +1,87 @@
+"""The noise contract on a CPU, by numpy: the bits of noise.py's torch operations in a third to half of their time.
+
+What torch spends on small tensors is the start of each operation, and numpy starts one in less; on large ones, memory,
+and these buffers are used again by every block. The logarithm, the root, the sine and the cosine stay torch's: numpy's
+differ in the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from wfm_kernels.philox import FLOOR, KEY_STEPS, MULTIPLIERS, ROUNDS, TO_UNIT, TWO_PI, WORD
+
+_BLOCK = 16384  # counters at once: one array of their words is 256 KiB, and what an operation costs to start is little
+_U64, _F32 = np.uint64, np.float32
+_HALF, _WORD = _U64(32), _U64(WORD)
+_MULTIPLIERS = np.array(MULTIPLIERS, _U64).reshape(2, 1, 1)
+_KEY_STEPS = (np.arange(ROUNDS, dtype=_U64)[:, None] * np.array(KEY_STEPS, _U64)).reshape(ROUNDS, 2, 1, 1)
+
+Words = npt.NDArray[np.uint32]
+
+
+def host_words(seeds: npt.NDArray[np.int64], num_counters: int, at_once: int) -> Iterator[Words]:
+    """Philox words of `num_counters` counters, at most `at_once` at a time: [2, 2, B, count] uint32, of seeds [B].
+
+    [i, j] is word 2 j + i of a counter. The array is written again for the next counters.
+    """
+    keys = seeds.view(_U64)
+    # Carries into the upper halves do no harm: they are masked off with the rest in each round.
+    round_keys = np.stack([keys, keys >> _HALF])[:, :, None] + _KEY_STEPS
+    states = np.empty((3, 2, len(seeds), at_once), _U64)
+    words = np.empty((2, 2, len(seeds), at_once), np.uint32)
+    for first in range(0, num_counters, at_once):
+        count = min(at_once, num_counters - first)
+        _rounds(round_keys, first, states[..., :count], words[..., :count])
+        yield words[..., :count]
+
+
+def _rounds(round_keys: npt.NDArray[np.uint64], first: int, states: npt.NDArray[np.uint64], words: Words) -> None:
+    multiplied, product, others = states
+    multiplied[0], multiplied[1], others[:] = np.arange(first, first + words.shape[-1], dtype=_U64), 0, 0
+    for key in round_keys:
+        np.multiply(multiplied, _MULTIPLIERS, out=product)
+        np.right_shift(product[::-1], _HALF, out=multiplied)  # each half of the state goes on in the other's place
+        np.bitwise_xor(multiplied, others, out=multiplied)
+        np.bitwise_xor(multiplied, key, out=multiplied)
+        np.bitwise_and(multiplied, _WORD, out=multiplied)
+        product, others = others[::-1], product[::-1]
+    words[0], words[1] = multiplied, others  # uint32 keeps the lower halves
+
+
+def host_normal(seeds: Tensor, n: int) -> Tensor:
+    """[B, n] float32 by the contract, of int64 seeds [B], all on the CPU."""
+    num_counters = -(-n // 4)
+    at_once = max(1, min(num_counters, _BLOCK // max(1, len(seeds))))
+    out = torch.empty(len(seeds), num_counters, 2, 2)
+    pairs = out.numpy().transpose(2, 0, 1, 3)
+    buffer = np.empty((3, 2, len(seeds), at_once), _F32)
+    first = 0
+    for words in host_words(seeds.numpy(), num_counters, at_once):
+        end = first + words.shape[-1]
+        _box_muller(words, buffer[..., : end - first], pairs[:, :, first:end])
+        first = end
+    return out.view(len(seeds), -1)[:, :n].contiguous()
+
+
+def _box_muller(words: Words, buffer: npt.NDArray[np.float32], pairs: npt.NDArray[np.float32]) -> None:
+    """Fill `pairs` [2, B, count, 2] with the normals of these words, which are used up."""
+    np.minimum(words, ~words, out=words)
+    # Below 2**31 they are int32, too, whose conversion is the faster one.
+    np.multiply(words.view(np.int32), _F32(TO_UNIT), out=buffer[:2], dtype=_F32, casting="unsafe")
+    radius, angle, cosine = buffer
+    in_torch = torch.from_numpy(buffer)
+    np.maximum(radius, _F32(FLOOR), out=radius)
+    in_torch[0].log_()
+    np.multiply(radius, _F32(-2.0), out=radius)
+    in_torch[0].sqrt_()
+    np.multiply(angle, _F32(TWO_PI), out=angle)
+    torch.cos(in_torch[1], out=in_torch[2])
+    in_torch[1].sin_()
+    np.multiply(radius, cosine, out=pairs[..., 0])
+    np.multiply(radius, angle, out=pairs[..., 1])

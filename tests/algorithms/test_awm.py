@@ -1,0 +1,192 @@
+"""AWM's loss against its published form in float64, and what follows from it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from wfm_ds.algorithms import build_rl
+from wfm_ds.algorithms.awm import matching_log_prob
+from wfm_ds.algorithms.supervised import velocity_errors
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.types import Prompt, Rollout
+
+GRID = torch.tensor([1, 0.913349, 0.790368, 0.602151, 0.278049, 0], dtype=torch.float64)
+ADVANTAGES = [0.7, -5.0, 5.0, -0.4]
+SHAPE = (4, 3, 5)
+
+
+def algorithm(*, ema=None, **keys):
+    recipe = {
+        "run": {"output_dir": "out", "steps": 3},
+        "model": {"path": "tiny:sd3"},
+        "data": {"kind": "prompts", "path": "p"},
+        "sampling": {"height": 32, "width": 32, "steps": 5, "solver": "ode"},
+        "algorithm": {"name": "awm", **keys},
+        "rollout": {"prompts_per_step": 2, "group_size": 2},
+        "reward": {"functions": [{"name": "color"}]},
+        "ema": ema,
+    }
+    return build_rl(Recipe.model_validate(recipe), GRID)
+
+
+def batch_of(rl, advantages=ADVANTAGES, update=0):
+    draw = torch.Generator().manual_seed(5)
+    samples = [
+        Rollout(
+            sample_id=f"s{i}",
+            group_id="g",
+            prompt=Prompt(id="p", text="p"),
+            seed=100 + i,
+            noise_seed=100 + i,
+            clean_latents=torch.randn(SHAPE, generator=draw),
+        )
+        for i in range(len(advantages))
+    ]
+    terms = rl.updates(SimpleNamespace(mine=samples, first=0), advantages, 1)[update]
+    return rl.assemble(terms, samples, torch.device("cpu"))
+
+
+def predictions(batch, *policies, apart=0.1):
+    """The trained policy's velocities, and those of others, `apart` from them."""
+    draw = torch.Generator().manual_seed(7)
+    velocity = torch.randn(batch.clean.shape, generator=draw)
+    others = {name: velocity + apart * torch.randn(velocity.shape, generator=draw) for name in policies}
+    return velocity.requires_grad_(), others
+
+
+def evaluated(rl, batch, velocity, others):
+    loss, stats = rl.loss(velocity, batch, others)
+    return loss.detach(), stats, torch.autograd.grad(loss.sum(), velocity)[0]
+
+
+def published(rl, batch, velocity, others):
+    """Loss [B] and gradient as the authors' code has them, all float64; A of the samples in `batch`."""
+    s, x0, eps, sigma = rl.settings, batch.clean.double(), batch.noise.double(), batch.sigma.double()
+
+    def log_prob(v):
+        l = ((v - (eps - x0)) ** 2).flatten(1).mean(1)  # noqa: E741
+        return {
+            "uniform": -l,
+            "sigma": -l * sigma,
+            "sigma_squared": -l * sigma**2,
+            "ghuber": -((l + 1e-10) ** s.power - 1e-10**s.power) * sigma / s.power,
+        }[s.weighting]
+
+    v = velocity.detach().double().requires_grad_()
+    old = log_prob(others["old"].double()) if "old" in others else log_prob(v).detach()
+    ratio = torch.exp(log_prob(v) - old)
+    terms = len(batch.sigma) // len(ADVANTAGES)
+    a = torch.tensor(ADVANTAGES, dtype=torch.float64).repeat_interleave(terms).clamp(-5, 5) / 5 * s.adv_max
+    loss = torch.maximum(-a * ratio, -a * ratio.clamp(1 - s.clip_ratio, 1 + s.clip_ratio))
+    for name, beta in (("ref", s.kl_beta), ("ema", s.ema_kl_beta)):
+        if beta > 0:
+            loss = loss + beta * ((v - others[name].double()) ** 2).flatten(1).mean(1)
+    return loss.detach(), torch.autograd.grad(loss.sum(), v)[0]
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"weighting": "uniform", "kl_beta": 0, "clip_ratio": 0.01, "adv_max": 5.0},
+        {"weighting": "sigma", "ema_kl_beta": 1.0, "ema": {"decay": 0.3}},
+        {"weighting": "sigma_squared", "kl_beta": 0.3, "clip_ratio": 0.01},
+        {"power": 0.5, "kl_beta": 0.3, "ema_kl_beta": 0.7, "ema": {"decay": 0.3}, "clip_ratio": 0.02},
+    ],
+)
+def test_loss_and_gradient_are_the_published_ones_in_float64(keys, later):
+    rl = algorithm(**keys)
+    batch = batch_of(rl)
+    velocity, others = predictions(batch, *(["old"] if later else []), *rl.held_to)
+    loss, stats, gradient = evaluated(rl, batch, velocity, others)
+    want, want_gradient = published(rl, batch, velocity, others)
+    assert (loss.shape, loss.dtype) == (batch.sigma.shape, torch.float32)
+    torch.testing.assert_close(loss.double(), want, rtol=0, atol=3e-6 * want.abs().max().item())
+    torch.testing.assert_close(gradient.double(), want_gradient, rtol=0, atol=1e-5 * want_gradient.abs().max().item())
+    active = stats["policy/clip_fraction_active"]
+    assert active.any() == (later and rl.settings.clip_ratio < 1)
+    assert stats["kl/ref" if rl.settings.kl_beta else "loss/policy"].shape == batch.sigma.shape
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "sigma", "sigma_squared", "ghuber"])
+def test_before_the_first_update_the_ratio_is_one_and_the_gradient_that_of_the_log_probability(weighting):
+    rl = algorithm(weighting=weighting, kl_beta=0)
+    batch = batch_of(rl)
+    velocity, _ = predictions(batch)
+    loss, stats, gradient = evaluated(rl, batch, velocity, {})
+    assert torch.equal(loss, -batch.credit)
+    assert not stats["policy/ratio_max_abs_dev"].any()
+    error = (velocity - (batch.noise - batch.clean)).square().flatten(1).mean(1)
+    log_prob = matching_log_prob(error, batch.sigma, weighting, rl.settings.power)
+    want = torch.autograd.grad((-batch.credit * log_prob).sum(), velocity)[0]
+    torch.testing.assert_close(gradient, want)
+
+
+def test_uniform_and_unclipped_it_is_fine_tuning_weighted_by_the_advantage():
+    rl = algorithm(weighting="uniform", kl_beta=0, clip_ratio=1e30)
+    batch = batch_of(rl)
+    velocity, _ = predictions(batch)
+    gradient = evaluated(rl, batch, velocity, {})[2]
+    of_sft = velocity_errors(velocity, batch.clean, batch.noise)
+    torch.testing.assert_close(gradient, torch.autograd.grad((batch.credit * of_sft).sum(), velocity)[0])
+
+
+def test_the_power_one_is_the_weighting_by_sigma():
+    error, sigma = torch.rand(6) + 0.1, torch.rand(6)
+    torch.testing.assert_close(*(matching_log_prob(error, sigma, kind, 1.0) for kind in ("ghuber", "sigma")))
+
+
+def test_the_advantage_zero_gives_no_gradient_to_the_bit_and_is_left_out_unless_something_else_does():
+    rl = algorithm(kl_beta=0)
+    batch = batch_of(rl, [0.0] * 4)
+    velocity, others = predictions(batch, "old")
+    for references in ({}, others):
+        assert not evaluated(rl, batch, velocity, references)[2].any()
+    term = SimpleNamespace(advantage=0.0)
+    assert not rl.has_gradient(term, {"train"})
+    assert algorithm(kl_beta=0.1).has_gradient(term, {"train"})
+    assert algorithm(kl_beta=0, ema_kl_beta=0.1, ema={}).has_gradient(term, {"train"})
+    assert rl.settings.drops_zero_std
+    assert not algorithm().settings.drops_zero_std
+
+
+def test_a_term_gets_nothing_from_another_one():
+    rl = algorithm()
+    losses = []
+    for advantages in (ADVANTAGES, [0.7, 3.0, 5.0, -0.4]):
+        batch = batch_of(rl, advantages)
+        velocity, others = predictions(batch, "old", "ref")
+        losses.append(evaluated(rl, batch, velocity, others)[0].view(4, -1))
+    assert torch.equal(losses[0][[0, 2, 3]], losses[1][[0, 2, 3]])
+    assert not (losses[0][1] == losses[1][1]).any()
+
+
+def test_only_the_policies_that_count_are_asked():
+    assert algorithm().references == ("old", "ref")
+    assert algorithm(kl_beta=0).references == ("old",)
+    assert algorithm(kl_beta=0, ema_kl_beta=1, ema={}).references == ("old", "ema")
+    assert algorithm(kl_beta=0).settings.policies(None) == frozenset()
+    assert algorithm().settings.policies(None) == {"ref"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"ema_kl_beta": 1.0}, r"ema_kl_beta is a distance to averaged weights, .* add `ema: {decay: 0\.3}`"),
+        ({"ema_kl_beta": 1.0, "ema": {"decay": 0}}, "ema_kl_beta is a distance to averaged weights"),
+        ({"weighting": "sigma", "power": 0.5}, "power: only read with weighting: ghuber"),
+        ({"power": 1.5}, "less than or equal to 1"),
+    ],
+)
+def test_recipes_that_cannot_work_are_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
+        algorithm(**keys)
+
+
+def test_credit_that_would_be_shared_and_unknown_weightings_are_refused():
+    with pytest.raises(ValueError, match="one value per sample"):
+        matching_log_prob(torch.ones(3), torch.ones(3, 1), "sigma", 1.0)
+    with pytest.raises(ValueError, match="'x' is no weighting of AWM"):
+        matching_log_prob(torch.ones(3), torch.ones(3), "x", 1.0)

@@ -1,0 +1,114 @@
+"""RAM's loss against its published form in float64, and what follows from it."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from wfm_ds.algorithms import build_rl, rl_policies
+from wfm_ds.algorithms.ram import ram_loss
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.types import Prompt, Rollout
+
+FP64 = torch.float64
+SHAPES = [(1, 1, 1, 1), (3, 4, 7, 5), (3, 2, 3, 5, 2)]
+
+
+def case(shape, dtype=torch.float32):
+    """Both velocities, clean latents and noise, as in a call of ram_loss, and R."""
+    draw = torch.Generator().manual_seed(3)
+    velocity, ref, clean, noise = (torch.randn(shape, generator=draw, dtype=FP64).to(dtype) for _ in range(4))
+    return velocity.requires_grad_(), ref, clean, noise, torch.tensor([2.5, -1.5, 0.3], dtype=dtype)[: shape[0]]
+
+
+def gradient_of(velocity, *inputs):
+    return torch.autograd.grad(ram_loss(velocity, *inputs).sum(), velocity)[0]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_value_and_gradient_are_the_published_ones_in_float64(shape):
+    inputs = case(shape)
+    v, ref, x0, eps, r = (tensor.detach().double() for tensor in inputs)
+    r = r.view(-1, *[1] * (v.ndim - 1))
+    target = ref + r * ((eps - x0) - v)
+    want = ((v - target) ** 2).flatten(1).mean(1)
+    torch.testing.assert_close(ram_loss(*inputs).double(), want, rtol=1e-5, atol=0)
+    want_gradient = 2 * (v - target) / v[0].numel()  # the target is constant
+    atol = 1e-6 * want_gradient.abs().max().item()
+    torch.testing.assert_close(gradient_of(*inputs).double(), want_gradient, rtol=0, atol=atol)
+
+
+def test_without_a_tilt_only_the_distance_to_the_reference_is_left():
+    velocity, ref, clean, noise, tilt = case(SHAPES[1])
+    distance = (velocity - ref).square().flatten(1).mean(1)
+    gradient = torch.autograd.grad(distance.sum(), velocity)[0]
+    assert torch.equal(gradient_of(velocity, ref, clean, noise, torch.zeros_like(tilt)), gradient)
+
+
+def test_at_the_reference_the_gradient_is_the_tilt_times_that_of_flow_matching():
+    velocity, _, clean, noise, tilt = case(SHAPES[1], FP64)
+    found = gradient_of(
+        *(t.detach().float().requires_grad_(i == 0) for i, t in enumerate((velocity, velocity, clean, noise, tilt)))
+    )
+    want = -2 * tilt.view(-1, 1, 1, 1) * (noise - clean - velocity.detach()) / velocity[0].numel()
+    torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [{"tilt": torch.zeros(3, 1)}, {"noise": torch.zeros(3, 4, 7)}])
+def test_other_shapes_are_refused(wrong):
+    names = ("velocity", "ref_velocity", "clean", "noise", "tilt")
+    inputs = dict(zip(names, case(SHAPES[1]), strict=True)) | wrong
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        ram_loss(**inputs)
+
+
+def recipe(**keys):
+    return Recipe.model_validate(
+        {
+            "run": {"output_dir": "out", "steps": 3},
+            "model": {"path": "tiny:sd3"},
+            "data": {"kind": "prompts", "path": "p"},
+            "sampling": {"height": 32, "width": 32, "steps": 2, "solver": "ode"},
+            "algorithm": {"name": "ram", **keys},
+            "rollout": {"prompts_per_step": 2, "group_size": 2},
+            "reward": {"functions": [{"name": "color"}]},
+        }
+    )
+
+
+@pytest.mark.parametrize(("tilt", "of"), [("linear", lambda r: r), ("exp", lambda r: math.exp(r) - 1)])
+def test_the_tilt_of_a_sample_is_of_its_advantage_alone(tilt, of):
+    settings = recipe(tilt=tilt, multiplier=0.5)
+    rl = build_rl(settings, torch.tensor([1, 0.5, 0], dtype=FP64))
+    draw = torch.Generator().manual_seed(0)
+    advantages = [1.5, -0.7, 0.0, None]
+    samples = [
+        Rollout(
+            sample_id=f"s{i}",
+            group_id="g",
+            prompt=Prompt(id="p", text="p"),
+            seed=i,
+            noise_seed=i,
+            clean_latents=torch.randn(2, 3, 4, generator=draw),
+        )
+        for i in range(4)
+    ]
+    [terms] = rl.updates(SimpleNamespace(mine=samples, first=0), advantages, 1)
+    batch = rl.assemble(terms, samples, torch.device("cpu"))
+    want = [of(0.5 * (a or 0.0)) for a in advantages]
+    assert batch.credit.tolist() == pytest.approx(want)
+    assert batch.weight.tolist() == [1, 1, 1, 0]
+    velocity, ref = (torch.randn(batch.clean.shape, generator=draw) for _ in range(2))
+    loss, stats = rl.loss(velocity.requires_grad_(), batch, {"ref": ref})
+    assert torch.equal(loss, ram_loss(velocity, ref, batch.clean, batch.noise, batch.credit))
+    torch.testing.assert_close(stats["kl/ref"], (velocity.detach() - ref).square().flatten(1).mean(1))
+    assert not any(stat.requires_grad for stat in stats.values())
+    assert (rl.references, rl_policies(settings)) == (("ref",), {"ref"})
+    assert not settings.algorithm.drops_zero_std  # what is like its group is held to the reference
+
+
+def test_exponentials_that_no_loss_survives_are_refused():
+    with pytest.raises(ValueError, match=r"multiplier 5 \* adv_clip_max 5 = 25: lower one of them, to a product of 10"):
+        recipe(tilt="exp")
+    recipe(tilt="exp", multiplier=2)

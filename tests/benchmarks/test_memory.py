@@ -1,0 +1,42 @@
+"""Each shipped recipe says which GPU it needs, and the estimate at the released models' sizes says the same."""
+
+import pytest
+
+from benchmarks import memory
+from wfm_ds.errors import RecipeError
+from wfm_ds.monitoring.stopwatch import GIB
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.run.fit import fits
+
+RECIPES = sorted(memory.RECIPES.glob("*.yaml"))
+
+
+def stated(path):
+    (found,) = memory.STATEMENT.findall(path.read_text(encoding="utf-8"))
+    return tuple(map(int, found))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_says_what_it_needs_and_that_fits(path):
+    ranks, gpu_gb, needed_gib = stated(path)
+    assert ranks == memory.num_gpus(path)
+    assert gpu_gb == memory.GPU_GB
+    assert fits(needed_gib * GIB, gpu_gb * 10**9)
+
+
+def marks(path):
+    """Seconds each: one in every run, one of each family and length in the slow ones, all by hand."""
+    if path.stem == "sana_image_sft_lora":
+        return []
+    often = path.stem in ("sd3_nft", "cp_ddrl_14b", "wan22_sft_lora", "sana_video_nft")
+    return [pytest.mark.slow] if often else [pytest.mark.slow, pytest.mark.long]
+
+
+@pytest.mark.parametrize("path", [pytest.param(p, id=p.stem, marks=marks(p)) for p in RECIPES])
+def test_the_statement_is_the_estimate(path):
+    assert memory.statement(path) in path.read_text(encoding="utf-8").splitlines()
+
+
+def test_a_recipe_of_another_model_is_refused(root):
+    with pytest.raises(RecipeError, match="is no released model"):
+        memory.released_estimate(recipe_file.load(root / "recipes" / "tiny" / "sd3_nft.yaml", []), 1)

@@ -1,0 +1,93 @@
+"""One answer to the question whether this process computes on GPUs, and the device of a thread."""
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from wfm_ds.distributed import accelerator
+from wfm_ds.distributed.accelerator import choose_accelerator, uses_cuda
+from wfm_ds.distributed.world import World
+from wfm_ds.doctor.command import visible_gpus
+from wfm_ds.doctor.machine import gpu_finding
+from wfm_ds.models.loading import chosen_device
+
+
+@pytest.fixture
+def machine_with_gpus(monkeypatch):
+    """What torch says on a machine with two GPUs, neither of which may be touched."""
+
+    def touched(*args):
+        raise AssertionError("a GPU was touched")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name in ("set_device", "get_device_name", "current_device", "_lazy_init"):
+        monkeypatch.setattr(torch.cuda, name, touched)
+
+
+@pytest.fixture
+def in_a_group(monkeypatch):
+    """This process as the only rank of a group that exists already."""
+    for name, value in {"is_initialized": True, "get_rank": 0, "get_world_size": 1}.items():
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+
+
+@pytest.mark.parametrize(("said", "answer"), [("cpu", False), ("cuda", True), (None, True)])
+def test_gpus_are_used_unless_deepspeed_is_told_another_device(machine_with_gpus, monkeypatch, said, answer):
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    if said is not None:
+        monkeypatch.setenv("DS_ACCELERATOR", said)
+    assert uses_cuda() is answer
+
+
+def test_a_rank_a_command_and_the_doctor_leave_gpus_alone_where_the_cpu_was_chosen(
+    machine_with_gpus, in_a_group, monkeypatch
+):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert World.join().device == torch.device("cpu")
+    assert chosen_device(None) == torch.device("cpu")
+    assert visible_gpus() == 0
+
+
+def test_the_doctor_says_that_gpus_are_not_used(machine_with_gpus, monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr("wfm_ds.doctor.machine.accelerator_present", lambda: True)
+    finding = gpu_finding()
+    assert (finding.level, "DS_ACCELERATOR=cpu" in finding.text) == ("warning", True)
+
+
+def test_without_a_gpu_deepspeed_is_told_the_cpu(monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "")  # put back after the test
+    monkeypatch.delenv("DS_ACCELERATOR")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    choose_accelerator()
+    assert accelerator.os.environ["DS_ACCELERATOR"] == "cpu"
+
+
+def test_a_thread_computes_on_the_device_that_it_is_given(monkeypatch):
+    """torch.cuda keeps one current device for each thread, 0 at first: here by a list for each."""
+    here = threading.local()
+    seen = []
+
+    def exchange(index):
+        before, here.index = getattr(here, "index", 0), index
+        return before
+
+    monkeypatch.setattr(torch.cuda, "_exchange_device", exchange)
+    monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", exchange)
+
+    def lane():
+        with accelerator.current(torch.device("cuda", 3)):
+            seen.append(here.index)
+        seen.append(here.index)
+
+    thread = threading.Thread(target=lane)
+    thread.start()
+    thread.join()
+    with accelerator.current(torch.device("cpu")):
+        assert not hasattr(here, "index")
+    assert seen == [3, 0]

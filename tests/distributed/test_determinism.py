@@ -1,0 +1,70 @@
+"""The switch of engine.deterministic in one process. That it reaches all of them: tests/end_to_end."""
+
+import os
+
+import pytest
+import torch
+
+from wfm_ds.distributed.determinism import deterministic
+from wfm_ds.errors import RecipeError
+
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def state():
+    cudnn = torch.backends.cudnn
+    enabled = torch.are_deterministic_algorithms_enabled()
+    return enabled, cudnn.deterministic, cudnn.benchmark, os.environ.get(CUBLAS)
+
+
+@pytest.fixture(autouse=True)
+def as_torch_starts(monkeypatch):
+    monkeypatch.delenv(CUBLAS, raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    before = state()[:3]
+    yield
+    assert state()[:3] == before
+
+
+def no_deterministic_kernel():
+    return torch.nn.functional.max_unpool1d(torch.ones(1, 1, 2), torch.tensor([[[0, 3]]]), 2)
+
+
+def test_inside_torch_takes_deterministic_kernels_alone_and_afterwards_all_is_as_before():
+    with deterministic(True):
+        assert state() == (True, True, False, ":4096:8")
+        with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
+            no_deterministic_kernel()
+    assert no_deterministic_kernel().sum() == 2
+    assert CUBLAS not in os.environ
+    with pytest.raises(ZeroDivisionError), deterministic(True):
+        raise ZeroDivisionError
+
+
+def test_nothing_happens_where_it_is_not_wanted(monkeypatch):
+    monkeypatch.setenv(CUBLAS, ":0:0")
+    before = state()
+    with deterministic(False):
+        assert state() == before
+
+
+@pytest.mark.parametrize("given", [":4096:8", ":16:8"])
+def test_the_users_own_workspace_stays_where_it_is_one_of_the_two(monkeypatch, given):
+    monkeypatch.setenv(CUBLAS, given)
+    with deterministic(True):
+        assert os.environ[CUBLAS] == given
+    assert os.environ[CUBLAS] == given
+
+
+def test_an_environment_that_contradicts_is_refused(monkeypatch):
+    monkeypatch.setenv(CUBLAS, ":0:0")
+    refused = deterministic(True)
+    with pytest.raises(RecipeError, match=r"CUBLAS_WORKSPACE_CONFIG=:0:0 lets.* set it to :4096:8 or :16:8"), refused:
+        pass
+
+
+def test_it_may_not_come_after_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    refused = deterministic(True)
+    with pytest.raises(RecipeError, match="CUDA was used before"), refused:
+        pass

@@ -1,0 +1,83 @@
+"""The switch between adapters beside PEFT's own."""
+
+import copy
+
+import pytest
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from multi_rank.training import inputs, small_sd3
+from wfm_ds.engine.policy import add_adapters
+from wfm_ds.models.experts import Experts
+from wfm_ds.recipe.sections import LoraRecipe
+
+ORDER = ["old", None, "default", None, "ema", "old", "default", None, None, "default"]
+
+
+@pytest.fixture(params=["one", "experts"])
+def denoiser(request):
+    """A network with three adapters that differ, or two networks of which each has three; and its Adapters."""
+    module = small_sd3() if request.param == "one" else Experts({"first": small_sd3(), "second": small_sd3()})
+    adapters = add_adapters(module, LoraRecipe(rank=2, alpha=4), ["to_q", "to_out.0"], ["old", "ema"], seed=0)
+    for parameter in module.parameters():
+        parameter.data.normal_(0, 0.1)
+    return module, adapters
+
+
+def switch_by_peft(module, name):
+    """What the libraries' own functions do, with the rule that `default` alone trains."""
+    if name is None:
+        module.disable_adapters()
+    else:
+        module.enable_adapters()
+        module.set_adapter(name)
+    for full_name, parameter in module.named_parameters():
+        parameter.requires_grad_(".default." in full_name)
+
+
+def state(module):
+    """By layer which adapters are active and whether they are on; by parameter whether it trains."""
+    layers = {
+        name: (part.active_adapters, part.active_adapter, part.disable_adapters)
+        for name, part in module.named_modules()
+        if isinstance(part, BaseTunerLayer)
+    }
+    return layers, {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+
+
+def outputs(module):
+    with torch.no_grad():
+        return [
+            part(**inputs(range(1), torch.float32), return_dict=False)[0]
+            for part in getattr(module, "networks", [module])
+        ]
+
+
+def test_every_switch_leaves_what_peft_s_own_leaves(denoiser):
+    module, adapters = denoiser
+    twin = copy.deepcopy(module)
+    switch_by_peft(twin, "default")
+    assert state(module) == state(twin)
+    seen = {}
+    for name in ORDER:
+        adapters.use(name)
+        switch_by_peft(twin, name)
+        assert state(module) == state(twin), name
+        seen[name] = outputs(module)
+        assert all(map(torch.equal, seen[name], outputs(twin))), name
+    for name in seen:
+        others = [other for other in seen if other != name]
+        assert not any(torch.equal(seen[name][0], seen[other][0]) for other in others), name
+
+
+def test_a_switch_visits_no_module(denoiser, monkeypatch):
+    module, adapters = denoiser
+    walks = []
+    walk = nn.Module.named_modules
+    monkeypatch.setattr(nn.Module, "named_modules", lambda self, *a, **k: walks.append(self) or walk(self, *a, **k))
+    for name in ORDER:
+        adapters.use(name)
+    assert walks == []
+    switch_by_peft(module, "default")
+    assert walks

@@ -1,0 +1,191 @@
+"""Which kernel computes the attention of a denoiser, why not another one, and that it reaches every attention layer.
+
+The kernels themselves need a GPU. Here one of them is replaced, in diffusers' own table, by torch's attention and a
+count of its calls.
+"""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+from multi_rank.sharing import CASES, built, run
+from wfm_ds.engine import attention
+from wfm_ds.engine.attention import KERNELS, attention_layers, choose, in_use, obstacle, use
+from wfm_ds.errors import UserError
+
+SERVED = ("sd3", "wan", "wan, image embeddings", "cosmos25")
+HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Calls of cuDNN's kernel, which torch's own answers."""
+    calls = []
+    table = _AttentionBackendRegistry._backends
+
+    def count(**arguments):
+        calls.append(tuple(arguments["query"].shape))
+        return table[AttentionBackendName.NATIVE](**arguments)
+
+    monkeypatch.setitem(table, KERNELS["cudnn"].backend, count)
+    return calls
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """`gpu((9, 0))`: CUDA devices have this compute capability."""
+
+    def of(capability):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        return CUDA
+
+    return of
+
+
+def with_heads_of(family, size):
+    """A transformer of a family with attention heads of this many channels, without weights."""
+    options = {"attention_head_dim": size}
+    with torch.device("meta"):
+        if family == "cosmos25":
+            return CASES[family].build(2, **options)
+        config = {**built(CASES[family], heads=2).config, **options}
+        return type(built(CASES[family], heads=2)).from_config(config)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_every_attention_call_reaches_the_chosen_kernel(name, counted):
+    case = CASES[name]
+    plain = built(case)
+    chosen = copy.deepcopy(plain)
+    use(chosen, "cudnn")
+    assert in_use(chosen) == "cudnn"
+    with CallsOfTorch() as torchs:
+        outputs, gradients = run(chosen, case, [case.even])
+    assert len(counted) == torchs.count >= len(list(attention_layers(chosen)))
+    want, want_gradients = run(plain, case, [case.even])
+    assert torch.allclose(outputs[0], want[0], rtol=0, atol=1e-6)
+    assert gradients.keys() == want_gradients.keys()
+    assert all(torch.allclose(gradients[n], want_gradients[n], rtol=1e-4, atol=1e-4) for n in gradients)
+
+
+class CallsOfTorch(torch.overrides.TorchFunctionMode):
+    """Counts the calls of torch's attention."""
+
+    count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.nn.functional.scaled_dot_product_attention
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_native_leaves_every_processor_as_it_is(name):
+    transformer = built(CASES[name])
+    before = [layer.processor for _, layer in attention_layers(transformer)]
+    use(transformer, choose("native", transformer, BF16, CPU, trains=True))
+    assert [layer.processor for _, layer in attention_layers(transformer)] == before
+    assert in_use(transformer) == "native"
+
+
+@pytest.mark.parametrize("family", ["sd3", "wan", "cosmos25"])
+def test_auto_is_cudnn_from_hopper_on_in_half_precision(family, gpu):
+    served = with_heads_of(family, 64)
+    assert choose("auto", served, BF16, gpu(HOPPER), trains=True) == "cudnn"
+    assert choose("auto", served, BF16, gpu(BLACKWELL), trains=True) == "cudnn"
+    assert choose("auto", served, BF16, gpu(AMPERE), trains=True) == "native"
+    assert choose("auto", served, torch.float32, gpu(HOPPER), trains=True) == "native"
+    assert choose("auto", served, BF16, CPU, trains=True) == "native"
+    assert choose("auto", with_heads_of(family, 256), BF16, gpu(HOPPER), trains=True) == "native"
+
+
+@pytest.mark.parametrize("family", ["sana", "sana_video"])
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_sana_keeps_its_own_attention(family, name, gpu):
+    transformer = built(CASES[family])
+    assert choose("auto", transformer, BF16, gpu(HOPPER), trains=True) == "native"
+    with pytest.raises(UserError, match=rf"model\.attention: {name} .*attn\d.*set it to auto or native"):
+        choose(name, transformer, BF16, CUDA, trains=False)
+
+
+def test_video_text_of_sana_is_refused_for_its_mask():
+    transformer = built(CASES["sana_video"])
+    for block in transformer.transformer_blocks:
+        block.attn1 = torch.nn.Identity()
+    with pytest.raises(UserError, match="takes no mask"):
+        choose("cudnn", transformer, BF16, CPU, trains=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "trains", "dtype", "capability", "words"),
+    [
+        ("cudnn", True, torch.float32, HOPPER, r"does not compute in float32: set model\.dtype: bfloat16"),
+        ("cudnn", True, BF16, None, "needs a CUDA GPU of compute capability 8.0 or newer.*this device is none"),
+        ("cudnn", True, BF16, (7, 5), "this one has 7.5"),
+        ("flash", True, BF16, HOPPER, r"not installed: install flash-attn 2\.6\.3 or newer \(pip install flash-attn"),
+        ("flash3", True, BF16, HOPPER, "no backward pass"),
+        ("flash3", False, BF16, HOPPER, "not installed: install FlashAttention-3"),
+        ("sage", True, BF16, HOPPER, "no backward pass"),
+        ("sage", False, BF16, HOPPER, r"not installed: install sageattention 2\.1\.1"),
+    ],
+)
+def test_a_kernel_that_cannot_serve_is_refused_with_the_way_out(name, trains, dtype, capability, words, gpu):
+    device = CPU if capability is None else gpu(capability)
+    with pytest.raises(UserError, match=rf"^model\.attention: {name} .*{words}.*, or set it to auto or native$"):
+        choose(name, with_heads_of("wan", 64), dtype, device, trains=trains)
+
+
+def test_heads_that_a_kernel_does_not_take_are_refused():
+    wan = with_heads_of("wan", 160)
+    with pytest.raises(UserError, match=r"heads of 8 to 128 channels in steps of 8, and blocks\.0\.attn1 has 160"):
+        choose("cudnn", wan, BF16, CPU, trains=True)
+    assert "heads of 64 to 128" in obstacle("sage", wan, BF16, HOPPER, trains=False)
+
+
+def test_an_installed_package_is_taken(monkeypatch):
+    """What flash-attn's presence changes, told by the one function that looks for it."""
+    monkeypatch.setattr(attention, "is_installed", lambda backend: True)
+    wan = with_heads_of("wan", 64)
+    assert obstacle("flash", wan, BF16, AMPERE, trains=True) is None
+    assert obstacle("flash3", wan, BF16, HOPPER, trains=False) is None
+    assert "9.0 or newer, below 10.0" in obstacle("flash3", wan, BF16, BLACKWELL, trains=False)
+
+
+def test_deterministic_algorithms_leave_native_alone(gpu):
+    wan = with_heads_of("wan", 64)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert choose("auto", wan, BF16, gpu(HOPPER), trains=True) == "native"
+        with pytest.raises(UserError, match=r"which engine\.deterministic forbids"):
+            choose("cudnn", wan, BF16, CUDA, trains=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_no_package_of_a_kernel_is_taken_for_another():
+    packages = [kernel.package for kernel in KERNELS.values() if kernel.package]
+    assert len(set(packages)) == len(packages)
+    assert {dataclasses.replace(kernel).backend.value for kernel in KERNELS.values()} == {
+        *("_native_cudnn", "flash", "_flash_3", "sage")
+    }
+
+
+def test_a_layer_that_computes_its_attention_itself_is_named():
+    class Own:
+        def __call__(self, attn, hidden_states, *args, **kwargs):
+            return hidden_states
+
+    wan = built(CASES["wan"])
+    wan.blocks[0].attn1.processor = Own()
+    with pytest.raises(UserError, match=r"cannot serve blocks\.0\.attn1, which computes its attention itself \(Own\)"):
+        choose("cudnn", wan, BF16, CPU, trains=True)
+    wan.blocks[0].attn1.processor = wan.blocks[0].attn2.processor
+    del wan.blocks[0].attn1.inner_dim
+    with pytest.raises(UserError, match=r"blocks\.0\.attn1, which does not state the size of its heads"):
+        choose("cudnn", wan, BF16, CPU, trains=True)
+    with pytest.raises(UserError, match="Linear has none"):
+        choose("cudnn", torch.nn.Linear(2, 2), BF16, CPU, trains=True)

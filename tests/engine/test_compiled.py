@@ -1,0 +1,197 @@
+"""Compiled blocks against eager ones: values, gradients, breaks of the graph, and how often they are compiled."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from multi_rank.sharing import CASES, built, forwards, run
+from wfm_ds.engine.compiled import MOST_GRAPHS, compile_blocks
+from wfm_ds.engine.flops import adapted_layers
+from wfm_ds.engine.merging import AdapterMerge
+from wfm_ds.errors import RecipeError, UserError
+from wfm_ds.models.registry import families
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.deepspeed import deepspeed_config
+
+FAMILIES = {
+    "sd3": "sd3",
+    "wan, times of tokens": "wan",
+    "cosmos25": "cosmos25",
+    "sana": "sana",
+    "sana_video, times of tokens": "sana_video",
+}
+
+
+class Block(nn.Module):
+    """A norm and a gated layer: in bfloat16 its rounded values are also those that a backward pass keeps."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(width, width)
+
+    def forward(self, x, scale):
+        gate, value = self.up(self.norm(x) * (1 + scale) + scale).chunk(2, -1)
+        return x + self.down(nn.functional.silu(gate) * value) * scale
+
+
+class Blocks(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+
+    def forward(self, x, scale):
+        for block in self.blocks:
+            x = block(x, scale)
+        return x
+
+
+@pytest.fixture
+def count():
+    """How many graphs were compiled and how many breaks there were, since the test began."""
+    torch._dynamo.reset()
+    counters.clear()
+    return lambda: (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
+
+
+def drawn(rows, width=32):
+    draw = torch.Generator().manual_seed(rows)
+    return [torch.randn(rows, 4, width, generator=draw).bfloat16() for _ in range(2)]
+
+
+def test_equal_blocks_share_their_code_and_a_gradient_changes_no_bit(count):
+    torch.manual_seed(0)
+    module = Blocks().bfloat16()
+    assert compile_blocks(module, [Block]) == 3
+    arguments = drawn(2)
+    with torch.no_grad():
+        without = module(*arguments)
+    assert torch.equal(without, module(*arguments).detach())
+    # Without a gradient; with one; and with one in the input too, as all blocks but the first have.
+    assert count() == (3, 0)
+    module(*arguments)
+    assert count() == (3, 0)
+
+
+def test_hooks_of_a_block_stay_outside(count):
+    module, seen = Blocks(), []
+    compile_blocks(module, [Block])
+    for block in module.blocks:
+        block.register_forward_pre_hook(lambda block, args: seen.append(torch.compiler.is_compiling()))
+    with torch.no_grad():
+        module(*(x.float() for x in drawn(2)))
+    assert seen == [False] * 3
+
+
+def test_a_denoiser_without_such_blocks_is_refused():
+    with pytest.raises(UserError, match=r"engine\.compile: Linear has no block of the family's block_classes \(Block"):
+        compile_blocks(nn.Linear(2, 2), [Block])
+    with pytest.raises(UserError, match=r"block_classes \(nothing\)"):
+        compile_blocks(Blocks(), [])
+
+
+def test_every_thread_may_compile_as_many_graphs_as_a_run_has(count):
+    module, found = Blocks(), []
+    compile_blocks(module, [Block])
+
+    def denoise():
+        with torch.no_grad():
+            module(*(x.float() for x in drawn(2)))
+        found.append(torch._dynamo.config.recompile_limit)
+        found.append(torch._dynamo.config.accumulated_recompile_limit)
+
+    thread = threading.Thread(target=denoise)
+    thread.start()
+    thread.join()
+    assert len(found) == 2
+    assert min(found) >= MOST_GRAPHS
+
+
+@pytest.fixture
+def tiny(root):
+    def load(*overrides):
+        return recipe_file.load(root / "recipes" / "tiny" / "sd3_nft.yaml", ["engine.compile=true", *overrides])
+
+    return load
+
+
+def test_zero3_is_refused_unless_it_gathers_outside_the_blocks(tiny):
+    config = {"accumulation": 1, "policies": frozenset(), "world_size": 2, "ranks_per_node": 2}
+    deepspeed_config(tiny(), **config)
+    with pytest.raises(RecipeError, match=r"zero3\.json: engine\.compile cannot compile blocks .* use zero2"):
+        deepspeed_config(tiny("engine.deepspeed=zero3"), **config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_compiled_blocks_equal_eager_ones(name, count):
+    case, block_classes = CASES[name], families()[FAMILIES[name]].block_classes
+    eager = built(case, lora=True, checkpointing=True)
+    compiled = copy.deepcopy(eager)
+    compile_blocks(compiled, block_classes)
+    sizes = case.sizes[:1]
+    (output,), gradients = run(compiled, case, sizes)
+    (want,), want_gradients = run(eager, case, sizes)
+    assert (output - want).abs().max() <= 1e-5
+    largest = max(float(gradient.abs().max()) for gradient in want_gradients.values())
+    assert gradients.keys() == want_gradients.keys()
+    for layer, gradient in want_gradients.items():
+        error = (gradients[layer] - gradient).abs().max()
+        assert error <= 2e-5 * max(gradient.abs().max(), 1e-6 * largest), layer
+    with torch.no_grad():
+        (without,), _ = forwards(compiled, case, sizes)
+    if FAMILIES[name] == "sana_video":  # its last bits change with what a gradient needs to be kept
+        assert (without - output).abs().max() <= 1e-6
+    else:
+        assert torch.equal(without, output)
+    for module in (compiled, eager):
+        module.disable_adapters()
+    with torch.no_grad():
+        (bare,), _ = forwards(compiled, case, sizes)
+        (want_bare,), _ = forwards(eager, case, sizes)
+    assert (bare - want_bare).abs().max() <= 1e-5
+    assert not torch.equal(bare, without)
+    graphs, breaks = count()
+    assert breaks == 0
+    assert graphs <= 6  # two kinds of blocks at most; with gradient, without, without adapters
+
+
+WAYS = 3  # that a size is called in: with a gradient, without one, and without adapters where they are merged
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_size_costs_three_versions_of_a_kind_of_block_at_most_and_coming_back_to_it_none(count):
+    case, block_classes = CASES["sd3"], families()["sd3"].block_classes
+    module = built(case, lora=True)
+    compile_blocks(module, block_classes)
+    sizes = [(height, width, 5) for height, width in ((3, 3), (2, 4))]
+    merge = AdapterMerge(adapted_layers(module))
+
+    def rollouts(*, merged):
+        """Forwards of each size without a gradient, of the policy's adapter or with it in the weights."""
+        if merged:
+            merge.put_in("default")
+            module.disable_adapters()
+        with torch.no_grad():
+            outputs, _ = forwards(module, case, sizes)
+        if merged:
+            module.enable_adapters()
+            merge.take_out()
+        return outputs
+
+    found = []
+    for _ in range(2):
+        apart = rollouts(merged=False)
+        together = rollouts(merged=True)
+        assert all((a - b).abs().max() <= 1e-4 for a, b in zip(apart, together, strict=True))
+        run(module, case, sizes)
+        found.append(count())
+    kinds = 2  # the last block of SD3 leaves the text as it is
+    assert found[0] == found[1] == (found[0][0], 0)
+    assert found[0][0] <= WAYS * kinds * len(sizes)
+    assert MOST_GRAPHS >= 10 * 25, "as many sizes, in five ways each, as docs/engine.md says"

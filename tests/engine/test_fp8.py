@@ -1,0 +1,156 @@
+"""Frozen layers in float8 e4m3: error, gradients, which layers, and what stays exactly equal."""
+
+import pytest
+import torch
+from torch import nn
+
+from families import CASES, PROMPTS
+from multi_rank.training import inputs, small_sd3
+from wfm_ds.engine.fp8 import Fp8Linear, quantise_base, require_fp8
+from wfm_ds.engine.policy import add_adapters
+from wfm_ds.errors import RecipeError
+from wfm_ds.models import registry
+from wfm_ds.recipe.sections import LoraRecipe
+
+CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
+
+
+def layer(k, n, dtype=FP32, *, bias=True):
+    torch.manual_seed(k)
+    made = nn.Linear(k, n, bias=bias).to(dtype)
+    with torch.no_grad():
+        made.weight.normal_()
+    return made, Fp8Linear(made, dtype, CPU)
+
+
+def relative(found, wanted):
+    return float((found.detach().double() - wanted.detach().double()).norm() / wanted.double().norm())
+
+
+@pytest.mark.parametrize("k", [64, 1536, 5120])
+def test_the_error_is_that_of_three_bits_of_mantissa(k):
+    """Rounding to three bits costs 2.6 % of a normal number's norm; two independent factors sqrt(2) as much."""
+    plain, quantised = layer(k, 48, bias=False)
+    x = torch.randn(32, k)
+    assert 0.03 < relative(quantised(x), plain(x)) < 0.045
+
+
+def test_products_are_those_of_the_stored_numbers():
+    plain, quantised = layer(128, 48)
+    x = torch.randn(5, 7, 128)
+    values, scale = quantised.quantised
+    weight = values.double() * scale.double()
+    assert relative(quantised.weight, plain.weight) < 0.03
+    rows = Fp8Linear(nn.Linear(128, 35), FP32, CPU)  # quantises its rows like an input's
+    rows.weight_bytes, rows.scale_bits = _quantised(x.view(35, 128))
+    exact = rows.weight.double() @ weight.T + plain.bias.double()
+    torch.testing.assert_close(quantised(x).view(35, 48), exact.float(), rtol=1e-6, atol=1e-6)
+
+
+def _quantised(x):
+    made = nn.Linear(x.shape[1], x.shape[0], bias=False)
+    made.weight.data = x
+    found = Fp8Linear(made, FP32, CPU)
+    return found.weight_bytes, found.scale_bits
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_the_gradient_of_an_input_is_that_of_the_stored_weight(dtype):
+    _, quantised = layer(96, 64, dtype)
+    x = torch.randn(4, 96, dtype=dtype, requires_grad=True)
+    upstream = torch.randn(4, 64, dtype=dtype)
+    (found,) = torch.autograd.grad(quantised(x), x, upstream)
+    assert found.dtype == dtype
+    assert torch.equal(found, upstream @ quantised.weight)
+
+
+def test_a_row_does_not_depend_on_its_batch():
+    _, quantised = layer(256, 80, BF16)
+    x = torch.randn(9, 256).to(BF16) * torch.logspace(-3, 3, 9).unsqueeze(1)
+    whole = quantised(x)
+    assert all(torch.equal(quantised(x[i : i + 1])[0], whole[i]) for i in range(9))
+
+
+def test_casting_and_saving_a_module_leave_the_stored_weight_alone():
+    _, quantised = layer(64, 32)
+    values, scale = (part.clone() for part in quantised.quantised)
+    module = nn.Sequential(quantised).to(BF16)
+    assert module.state_dict().keys() == {"0.bias"}
+    assert [p.shape for p in module.parameters()] == [(32,)]
+    assert torch.equal(quantised.quantised[0].view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(quantised.quantised[1], scale)
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_predictions_of_every_family_stay_near(family, tiny_pipelines):
+    """No modulation and nothing outside blocks is quantised, and what is moves a prediction little."""
+    case = CASES[family]
+    model = registry.load(tiny_pipelines(family), dtype=FP32, device="cpu", **case.load_options)
+    latents = torch.randn(2, *model.latent_shape(*case.size), generator=torch.Generator().manual_seed(0))
+    conditioning, sigma_B = model.encode_text(PROMPTS), torch.tensor(case.sigmas[0])
+    with torch.no_grad():
+        plain = model.denoise(latents, sigma_B, conditioning)
+        quantise_base(model.bare_denoiser, model.block_classes, FP32, CPU)
+        found = model.denoise(latents, sigma_B, conditioning)
+        alone = model.denoise(latents[:1], sigma_B[:1], {name: rows[:1] for name, rows in conditioning.items()})
+    assert 0 < relative(found, plain) < 0.08
+    torch.testing.assert_close(alone, found[:1], rtol=1e-4, atol=1e-4)
+
+
+def base(module):
+    return {name: part for name, part in module.named_modules() if isinstance(part, Fp8Linear)}
+
+
+def test_the_layers_of_blocks_are_quantised_but_for_modulation():
+    module = small_sd3()
+    block = type(module.transformer_blocks[0])
+    count = quantise_base(module, (block,), FP32, CPU)
+    names = base(module)
+    assert {"transformer_blocks.0.attn.to_q", "transformer_blocks.1.ff.net.0.proj"} <= names.keys()
+    assert not [n for n in names if "norm" in n or not n.startswith("transformer_blocks.")]
+    assert count == sum(m.in_features * m.out_features for m in names.values())
+    left = [n for n, m in module.named_modules() if type(m) is nn.Linear and n.startswith("transformer_blocks.")]
+    assert left
+    assert all("norm" in n for n in left)
+
+
+def test_adapters_train_beside_a_quantised_base_and_equal_policies_predict_equal_bits():
+    module, twin = small_sd3(), small_sd3()
+    block = type(module.transformer_blocks[0])
+    quantise_base(module, (block,), FP32, CPU)
+    recipe, targets = LoraRecipe(rank=2, alpha=4), ["to_q", "to_out.0"]
+    adapters = add_adapters(module, recipe, targets, ["old"], seed=0)
+    add_adapters(twin, recipe, targets, ["old"], seed=0)
+    assert [n for n, p in module.named_parameters() if p.requires_grad] == [
+        n for n, p in twin.named_parameters() if p.requires_grad
+    ]
+    outcomes = {}
+    for name in ("default", "old", None):
+        adapters.use(name)
+        with torch.no_grad():
+            outcomes[name] = module(**inputs(range(2), FP32), return_dict=False)[0]
+    assert torch.equal(outcomes["default"], outcomes["old"])
+    assert torch.equal(outcomes["default"], outcomes[None])  # B is zero
+    adapters.use("default")
+    module(**inputs(range(2), FP32), return_dict=False)[0].square().mean().backward()
+    gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+    assert gradients
+    assert all(".default." in n for n in gradients)
+    twin(**inputs(range(2), FP32), return_dict=False)[0].square().mean().backward()
+    wanted = {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
+    for name, gradient in gradients.items():
+        if "lora_B" in name:
+            assert relative(gradient, wanted[name]) < 0.3, name
+
+
+def test_a_denoiser_without_such_layers_and_a_gpu_without_float8_are_refused(monkeypatch):
+    with pytest.raises(RecipeError, match="fp8 finds no linear layer in the blocks of Sequential"):
+        quantise_base(nn.Sequential(nn.Linear(32, 32)), (nn.Conv2d,), FP32, CPU)
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    with pytest.raises(RecipeError, match=r"capability 8\.9 or newer, A100 is older"):
+        require_fp8(BF16, gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with pytest.raises(RecipeError, match=r"set model\.dtype: bfloat16"):
+        require_fp8(FP32, gpu)

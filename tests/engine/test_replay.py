@@ -1,0 +1,135 @@
+"""Recorded calls by what needs no GPU: the copies around them, when they are recorded, and what a GPU is asked for."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from multi_rank.training import inputs, small_sd3
+from streams import recorded_streams
+from wfm_ds.engine import replay
+from wfm_ds.engine.replay import CudaCapture, ReplayedNetwork, Replays
+from wfm_ds.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def network():
+    return small_sd3().eval()
+
+
+@pytest.fixture
+def replays(network):
+    return Replays(network, network.parameters)
+
+
+def call(function, numbers, **options):
+    with torch.no_grad():
+        return function(**inputs(numbers), return_dict=False, **options)[0]
+
+
+def through(replays, variant="old"):
+    return lambda **arguments: replays(variant, (), arguments)
+
+
+def test_replays_are_the_calls_themselves_bit_for_bit_and_each_is_kept(network, replays):
+    batches = [range(3), range(3, 6), range(2), range(6, 9)]
+    results = [call(through(replays), numbers) for numbers in batches]
+    assert all(torch.equal(got, call(network, numbers)) for got, numbers in zip(results, batches, strict=True))
+    assert replays.num_recordings == 2, "of batches of 3 and of 2"
+
+
+def test_every_kind_of_call_is_recorded_by_itself(network, replays):
+    run = through(replays)
+    call(run, range(2))
+    for other in ({"joint_attention_kwargs": None}, {"skip_layers": [0]}):
+        assert torch.equal(call(run, range(2), **other), call(network, range(2), **other))
+    assert replays.num_recordings == 3
+    call(through(replays, "ema"), range(2))
+    call(run, range(2))
+    assert replays.num_recordings == 4
+
+
+def test_weights_that_change_in_place_are_seen_and_weights_that_move_are_recorded_anew():
+    network = nn.Linear(3, 3)
+    replays, x = Replays(network, network.parameters), torch.randn(2, 3)
+    run = through(replays)
+    before = run(input=x)
+    with torch.no_grad():
+        network.weight.mul_(2)
+    assert not torch.equal(run(input=x), before)
+    assert torch.equal(run(input=x), network(x))
+    assert replays.num_recordings == 1
+    run(input=x[:1])
+    network.weight.data = network.weight.data.clone() + 1
+    replays.begin()
+    assert torch.equal(run(input=x), network(x))
+    assert replays.num_recordings == 1, "what was recorded with the old memory is gone"
+    replays.begin()
+    assert torch.equal(run(input=x), network(x))
+    assert replays.num_recordings == 1, "and nothing else"
+
+
+def test_a_replayed_network_is_the_network_otherwise(network):
+    replayed = ReplayedNetwork(network)
+    assert replayed.config is network.config
+    replayed.begin()
+    assert torch.equal(call(replayed, range(2)), call(network, range(2)))
+
+
+def test_a_cpu_says_once_that_it_has_no_graphs(network, replays, caplog):
+    for numbers in (range(2), range(3)):
+        call(through(replays), numbers)
+    assert caplog.text.count("there are no CUDA graphs on cpu") == 1
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What torch.cuda is asked for, in its order; it does nothing."""
+    asked = recorded_streams(monkeypatch, "warm-up")
+
+    class Graph:
+        def replay(self):
+            asked.append("replayed")
+
+    @contextlib.contextmanager
+    def recording(graph, pool, capture_error_mode):
+        asked.append(f"recording in {pool}, {capture_error_mode}")
+        yield
+        asked.append("recorded")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "one pool")
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    return asked
+
+
+def test_a_gpu_warms_up_records_once_and_replays_without_a_call(asked, monkeypatch):
+    monkeypatch.setattr(replay, "capture_on", CudaCapture)
+
+    def network(x):
+        asked.append("called")
+        return (2 * x,)
+
+    replays = Replays(network, lambda: [])
+    for _ in range(3):
+        replays("old", (torch.ones(2),), {})
+    called = ["on warm-up", "called", "called", "off warm-up"]
+    warm_up = ["warm-up waits for main", *called, "main waits for warm-up"]
+    recorded = ["recording in one pool, thread_local", "called", "recorded"]
+    assert asked == [*warm_up, *recorded, "replayed", "replayed", "replayed"]
+    replays("old", (torch.ones(3),), {})
+    assert asked[12:] == [*warm_up, *recorded, "replayed"]
+
+
+def test_a_forward_that_cannot_be_recorded_says_which_key_to_change(asked):
+    calls = []
+
+    def waits():
+        calls.append(1)
+        if len(calls) > replay.NUM_WARM_UPS:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
+
+    with pytest.raises(UserError, match=r"cuda_graph: .* \(operation not .* is capturing\): set it to false"):
+        CudaCapture(torch.device("cuda", 0))(waits)

@@ -1,0 +1,70 @@
+"""The engine on one device trains as on a CPU, at every ZeRO stage; tokens shared with oneself change nothing."""
+
+import pytest
+
+STEPS = 4
+
+
+def losses(config, lora, device):
+    """By step: the loss before it and the norm of its gradient, of squared errors on numbered terms."""
+    import torch
+
+    from multi_rank.training import build, inputs, target
+
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    engine, found = build(config, lora=lora, policies=(), accumulation=2), []
+    assert engine.world.device.type == device
+    for step in range(STEPS):
+        total = 0.0
+        for micro in range(2):
+            numbers = [4 * step + 2 * micro, 4 * step + 2 * micro + 1]
+            given = {name: value.to(engine.world.device) for name, value in inputs(numbers).items()}
+            wanted = torch.stack([target(number)[0] for number in numbers]).to(engine.world.device)
+            loss_B = (engine.forward_module(**given, return_dict=False)[0].float() - wanted).square().mean((1, 2, 3))
+            engine.backward(loss_B.sum(), 4)
+            total += float(loss_B.detach().sum()) / 4
+        result = engine.step()
+        assert result.applied
+        found.append([total, result.grad_norm])
+    return found
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("config", ["zero1", "zero2", "zero3", "zero3_offload"])
+def test_losses_are_those_of_the_cpu(config, lora, there, on_cpu, device):
+    # Moments that are offloaded are stepped by DeepSpeed's own kernel, which is compiled for the machine: the CPU runs
+    # the same stage without.
+    alone = "zero3" if config == "zero3_offload" else config
+    found, expected = there(losses, config=config, lora=lora, device=device), None
+    expected = on_cpu(losses, config=alone, lora=lora, device="cpu")
+    assert found[0][0] != found[-1][0]
+    for got, want in zip(found, expected, strict=True):
+        assert got == pytest.approx(want, rel=1e-3)
+
+
+def shared_with_oneself(device):
+    """The largest difference between a denoiser and the same one with sequence parallelism over a group of one."""
+    import torch.distributed as dist
+
+    from multi_rank.training import inputs, small_sd3
+    from wfm_ds.distributed.world import World
+    from wfm_ds.ulysses.groups import sequence_group
+    from wfm_ds.ulysses.install import install
+
+    world = World.join()
+    assert world.device.type == device
+    assert dist.get_backend() == ("nccl" if device == "cuda" else "gloo")
+    assert world.sums({"x": 2.0}) == {"x": 2.0}
+    whole, shared = small_sd3().to(world.device), small_sd3().to(world.device)
+    install(shared, sequence_group(1))
+    given = {name: value.to(world.device) for name, value in inputs([0, 1]).items()}
+    outputs = [module(**given, return_dict=False)[0] for module in (whole, shared)]
+    for output in outputs:
+        output.square().mean().backward()
+    gradients = zip(whole.parameters(), shared.parameters(), strict=True)
+    apart = max(float((a.grad - b.grad).abs().max()) for a, b in gradients if a.grad is not None)
+    return max(float((outputs[0] - outputs[1]).abs().max()), apart)
+
+
+def test_a_group_of_one_rank_shares_its_tokens_with_itself(there, device):
+    assert there(shared_with_oneself, device=device) < 1e-5

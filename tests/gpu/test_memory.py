@@ -1,0 +1,23 @@
+"""Memory on the device: what a run takes is what `--check` said."""
+
+TOLERANCE = 0.15
+
+
+def share_of_the_estimate(folder, root):
+    """Most bytes that the tensors of a run of released size took, relative to the estimate."""
+    from pathlib import Path
+
+    import torch
+
+    from benchmarks.gpu import pipelines, steps
+    from benchmarks.gpu.variants import VARIANTS
+
+    pipelines.write("sd35m", Path(folder), torch.device("cuda"))
+    overrides = [f"model.path={folder}", "rollout.prompts_per_step=2", "rollout.group_size=9"]
+    row = steps.measured(Path(root) / "recipes" / "sd3_nft.yaml", VARIANTS["as shipped"], overrides, 1, None)
+    return row["allocated / estimated"]
+
+
+def test_the_peak_is_the_estimated_one(there, cuda, tmp_path, root):
+    found = there(share_of_the_estimate, folder=str(tmp_path / "sd35m"), root=str(root))
+    assert 1 - TOLERANCE <= found <= 1 + TOLERANCE

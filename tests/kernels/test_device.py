@@ -1,0 +1,72 @@
+"""The device of a launch: that of the tensors, whichever is current in the calling thread. Nothing is computed here."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from wfm_kernels import triton_backend
+
+SHAPE = (2, 4, 8)
+
+
+class Recorder:
+    """Kernels that note the current device instead of running."""
+
+    def __init__(self, device_now):
+        self.device_now, self.launched_on = device_now, []
+
+    def __getattr__(self, name):
+        return self
+
+    def __getitem__(self, grid):
+        return lambda *args, **constants: self.launched_on.append(self.device_now())
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    """A thread whose current device is 0, and no GPU."""
+    current = [0]
+
+    def exchange(index):
+        before = current[0]
+        if index >= 0:  # torch's own rule
+            current[0] = index
+        return before
+
+    monkeypatch.setattr(torch.cuda, "_exchange_device", exchange)
+    monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", exchange)
+    monkeypatch.setattr(FakeTensor, "data_ptr", lambda self: 0)
+    recorder = Recorder(lambda: current[0])
+    monkeypatch.setattr(triton_backend, "kernels", recorder)
+    yield recorder
+    assert current == [0]
+
+
+def operators(device):
+    """Each operator as a call without arguments, with tensors of this device."""
+
+    def of(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    x, rows, table, seeds = of(*SHAPE), of(SHAPE[0]), of(SHAPE[0], 8), of(SHAPE[0], dtype=torch.int64)
+    return {
+        "sde_step": lambda: triton_backend.sde_step(x, x, table, seeds, None, None, 1.0, True),
+        "sde_log_prob": lambda: triton_backend.sde_log_prob(x, x, x, table, None, 1.0),
+        "sde_log_prob_backward": lambda: triton_backend.sde_log_prob_backward(
+            rows, x, x, x, table, None, 1.0, True, False
+        ),
+        "nft_loss": lambda: triton_backend.nft_loss(x, x, x, x, rows, rows, None, 1.0),
+        "nft_loss_backward": lambda: triton_backend.nft_loss_backward(
+            rows, None, x, x, x, x, rows, rows, None, of(7, SHAPE[0]), 1.0
+        ),
+        "flow_noise": lambda: triton_backend.flow_noise(x, rows, seeds, None),
+    }
+
+
+@pytest.mark.parametrize("name", operators("cpu"))
+@pytest.mark.parametrize("device", ["cuda:1", "cpu"])
+def test_a_kernel_is_launched_on_the_device_of_its_tensors(recorder, name, device):
+    with FakeTensorMode():
+        operators(device)[name]()
+    assert recorder.launched_on
+    assert set(recorder.launched_on) == {1 if device == "cuda:1" else 0}

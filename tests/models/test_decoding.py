@@ -1,0 +1,77 @@
+"""The order of work on a GPU's streams, by what torch.cuda is asked for; the CPU computes the pixels all the same."""
+
+import numpy as np
+import pytest
+import torch
+
+from streams import recorded_streams
+from wfm_ds.engine.forward import CountedForward
+from wfm_ds.models import decoding, registry
+from wfm_ds.models.sampler import Sampler
+from wfm_ds.models.text_cache import TextCache
+from wfm_ds.recipe.sampling import SamplingRecipe
+
+
+@pytest.fixture(scope="module")
+def sampler(tiny_pipelines):
+    model = registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+    settings = SamplingRecipe(height=32, width=32)
+    return Sampler(model=model, texts=TextCache(model), settings=settings, forward=CountedForward(model.denoise))
+
+
+@pytest.fixture
+def latents(sampler):
+    latents = torch.randn(3, *sampler.latent_shape, generator=torch.Generator().manual_seed(0))
+    latents[1, 0, 0, 0] = float("nan")
+    return latents
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What torch.cuda is asked for, in its order; it does nothing."""
+    asked = recorded_streams(monkeypatch, "side")
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: asked.append(f"{len(self)} kept for side"))
+    streams = decoding.side_stream
+    streams.cache_clear()
+    yield asked
+    streams.cache_clear()
+
+
+def test_a_gpu_decodes_on_a_stream_that_waits_for_the_denoising_and_the_host_waits_for_it_last(
+    sampler, latents, asked, monkeypatch
+):
+    want, _ = sampler.media(latents)
+    assert asked == []
+    cpu = sampler.model.device
+    with sampler.model.pipeline.vae.decoder.register_forward_hook(lambda *_: asked.append("decoded")):
+        monkeypatch.setattr(decoding, "side_stream", lambda device: torch.cuda.Stream(device))
+        begun = sampler.decoding(latents)
+        assert begun.is_behind
+        assert asked == [
+            "side waits for main",
+            "on side",
+            *["decoded"] * 3,
+            "recorded on side",
+            "off side",
+            "3 kept for side",
+        ]
+        media, finite = begun.wait()
+    assert asked[-1] == "host waits"
+    assert finite == [True, False, True]
+    assert np.array_equal(media, want)
+    assert sampler.model.device == cpu
+
+
+def test_there_is_one_stream_for_a_gpu_and_none_for_a_cpu(asked):
+    assert decoding.side_stream(torch.device("cpu")) is None
+    assert decoding.side_stream(torch.device("cuda", 0)) is decoding.side_stream(torch.device("cuda", 0))
+    assert decoding.side_stream(torch.device("cuda", 0)) is not decoding.side_stream(torch.device("cuda", 1))
+
+
+def test_some_rows_are_decoded_and_all_are_judged(sampler, latents):
+    whole, finite = sampler.media(latents)
+    media, judged = sampler.decoding(latents, slice(1, 3)).wait()
+    assert np.array_equal(media, whole[1:])
+    assert judged == finite == [True, False, True]
+    none, judged = sampler.decoding(latents, slice(3, 3)).wait()
+    assert (len(none), judged) == (0, finite)

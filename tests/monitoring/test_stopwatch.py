@@ -1,0 +1,173 @@
+"""Seconds and memory by phase: on this CPU, and on a GPU that is a queue with a clock and a count of bytes."""
+
+from contextlib import suppress
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from wfm_ds.monitoring import stopwatch
+from wfm_ds.monitoring.stopwatch import Stopwatch
+
+GIB = 2**30
+CUDA = torch.device("cuda", 0)
+
+
+class Gpu:
+    """A host that queues work of some seconds, and a device that does it one after the other."""
+
+    def __init__(self):
+        self.host_s = self.device_s = 0.0
+        self.events, self.waits = [], 0
+        self.allocated = self.peak = self.reserved_peak = 0
+
+    def queue(self, seconds):
+        self.device_s = max(self.device_s, self.host_s) + seconds
+
+    def host_works(self, seconds):
+        self.host_s += seconds
+
+    def needs(self, gib):
+        """Tensors of this size for a moment."""
+        self.peak = max(self.peak, self.allocated + gib * GIB)
+        self.reserved_peak = max(self.reserved_peak, self.peak + GIB)
+
+    def reset(self, device):
+        self.peak = self.reserved_peak = self.allocated
+
+    def event(self, *, enable_timing):
+        assert enable_timing
+        gpu = self
+
+        class Event:
+            at_s = None
+
+            def record(self):
+                gpu.queue(0.0)
+                self.at_s = gpu.device_s
+
+            def synchronize(self):
+                gpu.waits += 1
+                gpu.host_s = max(gpu.host_s, self.at_s)
+
+            def elapsed_time(self, other):
+                assert gpu.host_s >= other.at_s, "read before it has happened"
+                return 1000 * (other.at_s - self.at_s)
+
+        self.events.append(Event())
+        return self.events[-1]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    gpu = Gpu()
+    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: gpu.peak)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: gpu.reserved_peak)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", gpu.reset)
+    return gpu
+
+
+def times(metrics):
+    return {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
+
+
+def test_on_a_cpu_phases_are_the_hosts_and_memory_the_processs(monkeypatch):
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(stopwatch.time, "monotonic", lambda: clock.now)
+    timer = Stopwatch(torch.device("cpu"))
+    with timer("rollout"):
+        clock.now += 2.0
+        for _ in range(2):
+            with timer("decode"):
+                clock.now += 0.5
+    clock.now += 1.0
+    metrics = timer.lap()
+    assert times(metrics) == {"rollout": 3.0, "decode": 1.0, "step": 4.0}
+    assert metrics.keys() - {"time/rollout", "time/decode", "time/step"} == {"perf/peak_memory_gib"}
+    assert 0.01 < metrics["perf/peak_memory_gib"] < 1000
+    clock.now += 7.0
+    timer.restart()
+    assert times(timer.lap()) == {"step": 0.0}
+
+
+def test_work_counts_for_the_phase_that_queues_it_and_not_for_the_one_that_waits(gpu):
+    timer = Stopwatch(CUDA)
+    with timer("rollout"):
+        gpu.queue(5.0)
+        with timer("decode"):
+            gpu.queue(2.0)
+    with timer("train"):
+        gpu.queue(3.0)
+    with timer("reward_wait"):
+        gpu.host_works(4.0)  # hidden behind the queue
+    assert gpu.waits == 0
+    assert times(timer.lap()) == {"rollout": 7.0, "decode": 2.0, "train": 3.0, "reward_wait": 0.0, "step": 10.0}
+    assert gpu.waits == 1
+    with timer("data_wait"):
+        gpu.host_works(6.0)  # nothing is queued: the device stands idle
+    assert times(timer.lap()) == {"data_wait": 6.0, "step": 6.0}
+
+
+def test_a_run_needs_the_events_of_one_step(gpu):
+    timer = Stopwatch(CUDA)
+    counts = []
+    for _ in range(5):
+        for phase in ("rollout", "train", "train"):
+            with timer(phase):
+                gpu.queue(1.0)
+        assert times(timer.lap()) == {"rollout": 1.0, "train": 2.0, "step": 3.0}
+        counts.append(len(gpu.events))
+    assert counts == [8] * 5  # two a span, and both ends of the step
+
+
+def test_what_was_before_the_first_step_is_forgotten_with_its_events(gpu):
+    timer = Stopwatch(CUDA)
+    with timer("validation"):
+        gpu.queue(9.0)
+        gpu.needs(50)
+    timer.restart()
+    with timer("train"):
+        gpu.queue(1.0)
+    metrics = timer.lap()
+    assert times(metrics) == {"train": 1.0, "step": 1.0}
+    assert "perf/peak_memory_gib/validation" not in metrics
+    assert metrics["perf/peak_memory_gib"] == 0.0
+    assert len(gpu.events) <= 6
+
+
+def test_each_phase_has_the_peak_of_its_own_time_and_of_those_inside(gpu):
+    timer = Stopwatch(CUDA)
+    gpu.allocated = 2 * GIB
+    with timer("rollout"):
+        gpu.needs(3)
+        with timer("decode"):
+            gpu.needs(10)
+        gpu.needs(1)
+    gpu.needs(20)  # in no phase: the step's alone
+    with timer("train"):
+        gpu.needs(6)
+    with timer("optimizer"):
+        pass
+    metrics = timer.lap()
+    peaks = {name.rpartition("/")[2]: value for name, value in metrics.items() if name.startswith("perf/")}
+    assert peaks == {"rollout": 12.0, "decode": 12.0, "train": 8.0, "optimizer": 2.0, "peak_memory_gib": 23.0}
+
+
+def test_an_error_leaves_the_innermost_phase_its_name_and_its_peak(gpu):
+    timer = Stopwatch(CUDA)
+    num_events = []
+
+    def fail():
+        with timer("rollout"), timer("decode"):
+            gpu.needs(30)
+            num_events.append(len(gpu.events))
+            raise ZeroDivisionError
+
+    with suppress(ZeroDivisionError):
+        fail()
+    assert timer.interrupted == "decode"
+    assert gpu.peak == 30 * GIB
+    assert len(gpu.events) == num_events[0]  # after an error of the device, each further call fails too
+    with timer("train"):
+        assert timer.interrupted is None

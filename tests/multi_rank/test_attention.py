@@ -1,0 +1,52 @@
+"""Kernels of attention where ranks share the tokens: between the exchanges, and in what a rank attends to alone."""
+
+import copy
+
+import pytest
+import torch.distributed as dist
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+from multi_rank.sharing import CASES, built, forwards
+from wfm_ds.engine.attention import KERNELS, attention_layers, in_use, use
+from wfm_ds.ulysses.install import install
+
+
+def chosen_on_rank(name):
+    """Calls of a kernel that counts and asks torch's, the number of attention layers, and the largest difference."""
+    calls, table = [], _AttentionBackendRegistry._backends
+    cudnn = KERNELS["cudnn"].backend
+    stock = table[cudnn]
+
+    def count(**arguments):
+        calls.append(arguments["query"].shape[2])  # heads
+        return table[AttentionBackendName.NATIVE](**arguments)
+
+    case = CASES[name]
+    whole = built(case, heads=4)
+    shared = copy.deepcopy(whole)
+    install(shared, dist.group.WORLD)
+    use(shared, "cudnn")
+    table[cudnn] = count
+    try:
+        outputs, _ = forwards(shared, case, case.sizes)
+    finally:
+        table[cudnn] = stock
+    want, _ = forwards(whole, case, case.sizes)
+    error = max(float((got - exact).abs().max()) for got, exact in zip(outputs, want, strict=True))
+    return {
+        "calls": len(calls),
+        "fewest heads": min(calls),
+        "layers": len(list(attention_layers(shared))),
+        "forwards": len(case.sizes),
+        "in use": in_use(shared),
+        "error": error,
+    }
+
+
+@pytest.mark.parametrize("name", ["sd3", "wan", "cosmos25"])
+def test_every_attention_call_of_two_ranks_reaches_the_chosen_kernel(name, two_ranks):
+    for found in two_ranks.run(chosen_on_rank, name=name):
+        assert found["calls"] == found["layers"] * found["forwards"]
+        assert found["fewest heads"] == 2  # of four
+        assert found["in use"] == "cudnn"
+        assert found["error"] <= 1e-5

@@ -1,0 +1,54 @@
+"""Whole runs whose rewards choose the prompts: the same on any number of ranks, with workers, and after a resume."""
+
+import pytest
+
+from multi_rank.resuming import assert_equal_runs, tiny_recipe, train_on_rank
+from multi_rank.same_runs import assert_same_runs, records
+
+SPREAD = ["data.choose=spread", "rollout.prompts_per_step=4", "rollout.group_size=2", "validation.every=0"]
+SPREAD += ["validation.at_start=false", "validation.num_prompts=1", "logging.console=false"]
+LEARNING = ["run.steps=4", "optimizer.eps=1e-4", "optimizer.lr=3e-2"]
+# Without a change of the weights a sample is the same whichever publication it is of, so that runs can be compared.
+STALE = ["run.steps=6", "optimizer.lr=1e-30", "rollout.mode=async", "rollout.max_staleness=2", "rollout.in_flight=3"]
+
+
+@pytest.fixture
+def train(tiny_pipelines, tmp_path):
+    """Runs tiny NFT on these ranks into tmp_path/where."""
+
+    def run(ranks, where, *overrides, **stop):
+        recipe = tiny_recipe("sd3_nft", tmp_path / where, tiny_pipelines("sd3"), *SPREAD, *overrides)
+        return ranks.run(train_on_rank, **recipe, **stop)
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_run_that_rewards_lead_is_the_same_when_stopped_and_with_workers_and_on_one_rank(
+    train, one_rank, two_ranks, tmp_path
+):
+    train(two_ranks, "whole", *LEARNING)
+    train(two_ranks, "parts", *LEARNING, stop_at=2)
+    train(two_ranks, "parts", *LEARNING)
+    assert_equal_runs(tmp_path / "parts", tmp_path / "whole")
+    train(one_rank, "async", *LEARNING, "rollout.mode=async", "rollout.max_staleness=0")
+    assert_same_runs(tmp_path / "whole", tmp_path / "async")
+    steps = [step for step in records(tmp_path / "whole") if "loss/total" in step]
+    assert steps[0]["data/prompts_seen"] == 4
+    assert all(step["data/prompts_effective"] < 11.9 for step in steps)  # of 12
+    train(two_ranks, "shuffled", *LEARNING, "run.steps=1", "reward.shuffle=true")
+    (shuffled,) = [step for step in records(tmp_path / "shuffled") if "loss/total" in step]
+    assert shuffled["reward/total/mean"] == pytest.approx(steps[0]["reward/total/mean"])
+    # The table sees what the algorithm sees: the rewards of others.
+    assert abs(shuffled["data/prompt_spread_mean"] - steps[0]["data/prompt_spread_mean"]) > 1e-3
+
+
+@pytest.mark.slow
+def test_prompts_that_are_drawn_ahead_are_the_same_on_each_rank_and_in_another_life(train, two_ranks, tmp_path):
+    train(two_ranks, "whole", *STALE)
+    train(two_ranks, "parts", *STALE, "run.steps=3", "checkpoint.every=3")
+    train(two_ranks, "parts", *STALE, "checkpoint.every=3")
+    assert_same_runs(tmp_path / "whole", tmp_path / "parts")
+    steps = [step for step in records(tmp_path / "whole") if "loss/total" in step]
+    assert len({step["reward/total/mean"] for step in steps}) == 6
+    assert steps[-1]["data/prompts_effective"] < 11.9

@@ -1,0 +1,190 @@
+"""Runs that generate more samples than they train on: what they choose does not depend on the ranks, and where there is
+nothing to choose they are, bit by bit, the runs without a choice."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from forward_counts import counted, predicted
+from multi_rank.resuming import assert_equal_runs, records, tiny_recipe, train_on_rank, weights
+from multi_rank.same_runs import assert_same_runs
+
+REWARDS = Path(__file__).parent / "rewards"
+COMMON = [
+    *("optimizer.eps=1e-4", "optimizer.lr=3e-2", "run.steps=4", "logging.console=false", "engine.guard=true"),
+    *("validation.at_start=false", "sampling.eval_steps=2", "validation.num_prompts=1", "logging.num_samples=1"),
+    "engine.max_forward_batch=4",  # rollouts and candidates are denoised in batches of one size
+]
+SHORT, KEEP = "run.steps=2", "algorithm.zero_std=keep"
+GROUPS = ["rollout.prompts_per_step=3", "rollout.group_size=4"]
+# Six prompts of twelve teach: most steps have to ask for more, and some do so in vain.
+PICKY = ["reward.functions=[{name: 'picky_reward:Picky'}]", "reward.max_failed_fraction=1", "rollout.max_refills=2"]
+CHOICES = ("rollout/candidates", "rollout/refills", "rollout/groups_dropped", "rollout/regenerated_correlation")
+
+
+def train_with_own_reward(recipe, overrides, folder, stop_at=None):
+    """train_on_rank, with a reward that lies in `folder`."""
+    import os
+    import sys
+    from unittest import mock
+
+    path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+    with mock.patch.dict(os.environ, PYTHONPATH=path), mock.patch.object(sys, "path", [folder, *sys.path]):
+        return train_on_rank(recipe, overrides, stop_at=stop_at)
+
+
+@pytest.fixture
+def train(one_rank, two_ranks, tiny_pipelines, tmp_path):
+    """Runs a tiny recipe into tmp_path/where."""
+
+    def run(where, name, *overrides, ranks=1, stop_at=None):
+        group = one_rank if ranks == 1 else two_ranks
+        recipe = tiny_recipe(name, tmp_path / where, tiny_pipelines("sd3"), *COMMON, *GROUPS, *overrides)
+        group.run(train_with_own_reward, folder=str(REWARDS), stop_at=stop_at, **recipe)
+        return tmp_path / where
+
+    return run
+
+
+def placed_on_rank(owners, drawn):
+    """What this rank gets of samples that others made too, as a list of their tensors, and how much memory it takes."""
+    import torch
+
+    from wfm_ds.distributed.world import World
+    from wfm_ds.rollout.groups import Group
+    from wfm_ds.rollout.members import step_members
+    from wfm_ds.rollout.placing import placed
+    from wfm_ds.types import Prompt, Rollout, Transition
+
+    def made(member, tensors):
+        clean, first, second, third, other, last, log_probs, state = tensors
+        steps = [(1, first, second), (2, second, third), (4, other, last)]  # the second begins where the first ends
+        return Rollout(
+            sample_id=member.sample_id,
+            group_id=member.group_id,
+            prompt=member.prompt,
+            seed=member.seed,
+            noise_seed=member.noise_seed,
+            clean_latents=clean,
+            transitions=[
+                Transition(index=k, latents=x, next_latents=y, log_prob=log_probs[0, 0, i], mean=x - y)
+                for i, (k, x, y) in enumerate(steps)
+            ],
+            states={3: state},
+        )
+
+    world = World.join()
+    groups = [Group(prompt=Prompt(id=str(g), text="a cat")) for g in range(2)]
+    members = step_members(groups, group_size=len(owners) // 2, step=1, run_seed=0)
+    rollouts = {m.sample_id: made(m, tensors) for m, tensors in zip(members, drawn, strict=True)}
+    ids = [m.sample_id for m in members]
+    mine = {i: rollouts[i] for i, owner in zip(ids, owners, strict=True) if owner == world.rank}
+    like = made(members[0], torch.zeros_like(drawn[0]))
+    got = placed(world, members, dict(zip(ids, owners, strict=True)), mine, like)
+    share = len(ids) // world.size
+    wanted = [rollouts[i] for i in ids[world.rank * share : (world.rank + 1) * share]]
+    for one, two in zip(got, wanted, strict=True):
+        assert (one.sample_id, one.seed, one.prompt) == (two.sample_id, two.seed, two.prompt)
+        assert one.clean_latents.equal(two.clean_latents)
+        assert one.states.keys() == two.states.keys()
+        assert one.states[3].equal(two.states[3])
+        assert one.transitions[1].latents.data_ptr() == one.transitions[0].next_latents.data_ptr()
+        for a, b in zip(one.transitions, two.transitions, strict=True):
+            assert a.index == b.index
+            for name in ("latents", "next_latents", "log_prob", "mean"):
+                assert getattr(a, name).equal(getattr(b, name))
+    return [one.sample_id for one in got]
+
+
+@pytest.mark.parametrize("owners", [[0, 1] * 4, [1] * 8, [1, 1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1, 1, 1]])
+def test_samples_go_whole_to_the_ranks_that_train_on_them(owners, two_ranks):
+    drawn = torch.randn(8, 8, 2, 3, 5, generator=torch.Generator().manual_seed(1))
+    got = two_ranks.run(placed_on_rank, owners=owners, drawn=drawn)
+    assert got == [[f"1/0/0/{k}" for k in range(4)], [f"1/1/1/{k}" for k in range(4)]]
+
+
+def explore(group_size, steps, regenerate):
+    return f"sampling.explore={{group_size: {group_size}, steps: {steps}, regenerate: {str(regenerate).lower()}}}"
+
+
+def trained(folder):
+    """Metrics by line without what only a run that chooses has, and without its forwards."""
+    return [
+        {tag: value for tag, value in line.items() if not tag.startswith((*CHOICES, "perf/forwards_rollout"))}
+        for line in records(folder)
+    ]
+
+
+def of_steps(folder, tag):
+    return [line[tag] for line in records(folder) if tag in line]
+
+
+@pytest.mark.slow
+def test_where_all_candidates_are_kept_nothing_changes_and_full_candidates_are_generated_again_bit_by_bit(train):
+    plain, same = train("plain", "sd3_nft", SHORT), train("same", "sd3_nft", SHORT, explore(4, 4, False))
+    again, once = (train(str(flag), "sd3_nft", SHORT, explore(8, 4, flag)) for flag in (True, False))
+    assert trained(same) == trained(plain) != trained(once)
+    assert trained(again) == trained(once)
+    assert of_steps(same, "rollout/candidates") == [12.0] * 2
+    assert of_steps(again, "rollout/regenerated_correlation") == pytest.approx([1.0] * 2)
+    for one, two in ((plain, same), (again, once)):
+        assert weights(one, 2).keys() == weights(two, 2).keys()
+        assert all(weights(two, 2)[name].equal(tensor) for name, tensor in weights(one, 2).items())
+    for folder, forwards in ((plain, 4 * 3), (once, 4 * 6), (again, 4 * 6 + 4 * 3)):
+        assert of_steps(folder, "perf/forwards_rollout") == [forwards] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("sd3_nft", [explore(8, 2, False), KEEP]),  # a group lies on both ranks
+        ("sd3_nft", [explore(7, 2, True), KEEP]),  # and one rank has a candidate more than the other
+        ("sd3_flow_grpo", [explore(8, 2, True), KEEP, "optimizer.lr=3e-3", "algorithm.clip_ratio=0.03"]),
+    ],
+)
+def test_candidates_are_shared_out_and_the_same_ones_are_chosen(name, overrides, train):
+    one, two = train("one", name, SHORT, *overrides), train("two", name, SHORT, *overrides, ranks=2)
+    assert_same_runs(one, two)
+    assert counted(one) == predicted(one, 1)
+    assert counted(two) == predicted(two, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("sd3_nft", []),
+        ("sd3_nft", [explore(8, 2, True)]),
+        ("sd3_nft", [explore(8, 2, False)]),
+        # Stored steps go from rank to rank too, with their log-probabilities and means.
+        (
+            "sd3_flow_grpo",
+            [
+                "algorithm.old_log_prob=rollout",
+                "algorithm.guard=true",
+                "optimizer.lr=3e-3",
+                "algorithm.clip_ratio=0.03",
+            ],
+        ),
+    ],
+)
+def test_groups_that_teach_nothing_are_refilled_alike_on_all_ranks_and_in_a_run_that_goes_on(name, overrides, train):
+    one, two = train("one", name, *PICKY, *overrides), train("two", name, *PICKY, *overrides, ranks=2)
+    assert_same_runs(one, two)
+    tags = (
+        "rollout/candidates",
+        "rollout/refills",
+        "rollout/groups_dropped",
+        "adv/groups_skipped",
+        "adv/zero_std_ratio",
+    )
+    steps = list(zip(*(of_steps(one, tag) for tag in tags), strict=True))
+    size = 8 if any(word.startswith("sampling.explore") for word in overrides) else 4
+    full = [candidates / size - dropped == 3 for candidates, _, dropped, *_ in steps]
+    assert [skipped == 0 and constant == 0 for *_, skipped, constant in steps] == full
+    assert {refills for (_, refills, *_), whole in zip(steps, full, strict=True) if not whole} <= {2}
+    assert any(refills and whole for (_, refills, *_), whole in zip(steps, full, strict=True))
+    train("parts", name, *PICKY, *overrides, ranks=2, stop_at=2)
+    assert_equal_runs(train("parts", name, *PICKY, *overrides, ranks=2), two)

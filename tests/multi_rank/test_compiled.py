@@ -1,0 +1,157 @@
+"""Compiled blocks under DeepSpeed: training as without, and what a whole run compiles."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from multi_rank.resuming import tiny_recipe, train_on_rank
+from multi_rank.same_runs import assert_same_runs, records
+from multi_rank.sharing import CASES, built, difference, run
+from multi_rank.training import EVERYTHING, MICRO_STEPS, ROOT, TARGETS, small_recipe, small_sd3, train_step
+from wfm_ds.ulysses.install import install
+
+pytestmark = pytest.mark.slow
+BLOCKS = "diffusers.models.attention.JointTransformerBlock"
+# Two kinds of blocks; with a gradient (the first block's input has none), without one, under the average and without
+# adapters. All batches of these runs are equal: another size would be so many graphs more.
+MOST_GRAPHS_OF_A_RUN = 10
+
+
+def steps_on_rank(config, compiled, lora, checkpointing):
+    """Losses and norms of two optimizer steps, with old and reference predictions."""
+    import torch
+    from diffusers.models.attention import JointTransformerBlock
+    from torch._dynamo.utils import counters
+
+    from wfm_ds.distributed.world import World
+    from wfm_ds.engine.engine import DenoiserEngine
+
+    torch._dynamo.reset()
+    counters.clear()
+    engine = DenoiserEngine.build(
+        small_sd3(),
+        small_recipe(config, lora=lora, model={"gradient_checkpointing": checkpointing}, engine={"compile": compiled}),
+        World.join(),
+        lora_targets=TARGETS,
+        policies=EVERYTHING,
+        accumulation=MICRO_STEPS,
+        total_updates=4,
+        block_classes=(JointTransformerBlock,),
+    )
+    rows = []
+    for step in range(2):
+        result, loss = train_step(engine, step)
+        rows.append([loss, result.grad_norm])
+    return {"rows": rows, "graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
+
+
+def zero3_with_leaves(folder):
+    """zero3.json whose gathers, also of small parameters, stand before and behind whole blocks."""
+    config = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
+    config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "leaf_module": {"classes": [BLOCKS]}}
+    path = Path(folder) / "zero3_leaves.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("config", "lora", "checkpointing"),
+    [("zero1", False, False), ("zero2", True, True), ("zero3, leaves", False, True)],
+)
+def test_training_of_two_ranks_equals_the_eager_one(config, lora, checkpointing, two_ranks, tmp_path):
+    source = str(zero3_with_leaves(tmp_path)) if config == "zero3, leaves" else config
+    settings = {"config": source, "lora": lora, "checkpointing": checkpointing}
+    eager = two_ranks.run(steps_on_rank, compiled=False, **settings)
+    compiled = two_ranks.run(steps_on_rank, compiled=True, **settings)
+    for got, want in zip(compiled, eager, strict=True):
+        for row, want_row in zip(got["rows"], want["rows"], strict=True):
+            assert row == pytest.approx(want_row, rel=1e-5)
+        assert want["graphs"] == 0 < got["graphs"] <= 12
+        assert got["breaks"] == 0
+
+
+def sharing_on_rank(name, size):
+    """Compiled blocks of which two ranks share the tokens, against eager ones in one process."""
+    import torch
+    import torch.distributed as dist
+    from torch._dynamo.utils import counters
+
+    from wfm_ds.engine.compiled import compile_blocks
+    from wfm_ds.models.registry import families
+
+    torch._dynamo.reset()
+    counters.clear()
+    case = CASES[name]
+    whole = built(case, heads=5, lora=True, checkpointing=True)
+    shared = copy.deepcopy(whole)
+    install(shared, dist.group.WORLD)
+    compile_blocks(shared, families()[name.split(",")[0]].block_classes)
+    found = difference(run(shared, case, [size]), run(whole, case, [size]))
+    return {**found, "breaks": sum(counters["graph_break"].values()), "graphs": counters["stats"]["unique_graphs"]}
+
+
+BY_HAND = ("wan, times of tokens", "cosmos25", "sana", "sana_video, times of tokens")
+
+
+@pytest.mark.parametrize("name", ["sd3", *(pytest.param(name, marks=pytest.mark.long) for name in BY_HAND)])
+def test_exchanges_between_ranks_are_compiled_with_their_gradients(name, two_ranks):
+    """Shares of tokens and heads are not equal."""
+    for found in two_ranks.run(sharing_on_rank, name=name, size=CASES[name].sizes[0]):
+        assert found["forward"] <= 1e-5
+        assert found["gradient"] <= 2e-5
+        assert found["breaks"] == 0
+        assert found["graphs"] <= 4
+
+
+def run_on_rank(recipe, overrides):
+    import torch
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    train_on_rank(recipe, overrides)
+    return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
+
+
+@pytest.fixture
+def runs(tiny_pipelines, tmp_path):
+    """A tiny recipe, run eager and compiled, with equal results: what rank 0 compiled, and what the run measured."""
+
+    def run(ranks, name, *overrides):
+        counts = {}
+        for compiled in ("false", "true"):
+            words = ["logging.console=false", "optimizer.eps=1e-4", f"engine.compile={compiled}", *overrides]
+            recipe = tiny_recipe(name, tmp_path / compiled, tiny_pipelines("sd3"), *words)
+            counts[compiled], *_ = ranks.run(run_on_rank, **recipe)
+        assert counts["false"]["graphs"] == 0
+        assert_same_runs(tmp_path / "false", tmp_path / "true")
+        return counts["true"], records(tmp_path / "true")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("sd3_flow_grpo", ["algorithm.old_log_prob=rollout", "algorithm.updates_per_rollout=1"]),
+        pytest.param("sd3_nft", ["model.gradient_checkpointing=true"], marks=pytest.mark.long),
+    ],
+)
+def test_a_whole_run_compiles_few_graphs_and_learns_the_same(name, overrides, one_rank, runs):
+    counts, lines = runs(one_rank, name, *overrides)
+    assert counts["breaks"] == 0
+    assert counts["graphs"] <= MOST_GRAPHS_OF_A_RUN
+    first = next(line for line in lines if line.get("step") == 1)
+    if name == "sd3_flow_grpo":  # the policy that trains is the one that sampled
+        assert first["policy/ratio_max_abs_dev"] == 0
+    else:
+        assert first["nft/old_deviation"] == 0
+
+
+@pytest.mark.long
+def test_a_run_of_ranks_that_share_tokens_learns_the_same(two_ranks, runs):
+    counts, _ = runs(two_ranks, "sd3_nft", "engine.sequence_parallel=2")
+    assert counts["breaks"] == 0
+    assert counts["graphs"] <= MOST_GRAPHS_OF_A_RUN

@@ -1,0 +1,44 @@
+"""DGPO, whose terms are weighted by sums over whole groups, as whole runs on two ranks against one."""
+
+import pytest
+
+from forward_counts import counted, predicted
+from multi_rank.resuming import COLORS, tiny_recipe, train_on_rank
+from multi_rank.same_runs import assert_same_runs, records
+
+COMMON = [
+    "run.steps=3",
+    "optimizer.eps=1e-4",
+    "optimizer.lr=3e-2",
+    "algorithm.beta=1000",
+    "rollout.prompts_per_step=3",  # the second group is on both ranks
+    "engine.micro_batch_size=3",  # and no micro-batch has a whole group
+    "validation.at_start=false",
+    "validation.every=0",
+    "logging.console=false",
+    "engine.guard=true",
+]
+KINDS = {
+    "lora zero2": ["engine.deepspeed=zero2"],
+    "lora zero3, grid": ["engine.deepspeed=zero3", "algorithm.levels=grid", "sampling.guidance_scale=2"],
+    "full zero3": ["lora=null", "engine.deepspeed=zero3"],
+    "full zero2": ["lora=null", "engine.deepspeed=zero2"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_dgpo_on_two_ranks_is_dgpo_on_one(kind, one_rank, two_ranks, tiny_pipelines, tmp_path):
+    for where, ranks in (("one", one_rank), ("two", two_ranks)):
+        words = [*COMMON, *KINDS[kind]]
+        ranks.run(
+            train_on_rank, **tiny_recipe("sd3_dgpo", tmp_path / where, tiny_pipelines("sd3"), *words, data=COLORS)
+        )
+        if "guidance" not in str(words):
+            assert counted(tmp_path / where) == predicted(tmp_path / where, ranks.num_ranks)
+    trained = [line for line in records(tmp_path / "one") if "loss/total" in line]
+    # Of the policy that is the reference yet, but for the reference's larger batches.
+    assert trained[0]["dgpo/group_weight"] == pytest.approx(0.5, abs=1e-5)
+    assert abs(trained[-1]["dgpo/group_weight"] - 0.5) > 1e-3
+    assert trained[-1]["kl/ref"] > 1e-5
+    assert_same_runs(tmp_path / "one", tmp_path / "two")

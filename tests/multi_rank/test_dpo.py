@@ -1,0 +1,100 @@
+"""Offline DPO as whole runs: on two ranks against one, against the reference that it starts as, from caches."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from forward_counts import counted, predicted
+from multi_rank.resuming import tiny_recipe, train_on_rank
+from multi_rank.same_runs import assert_same_runs, records
+from wfm_ds.data.digits import write_digits
+
+CUTS = {"one": "engine.micro_batch_size=4", "two": "engine.micro_batch_size=2"}  # 8 pairs an optimizer step
+COMMON = [
+    "run.steps=3",
+    "optimizer.eps=1e-4",
+    "optimizer.lr=3e-3",
+    "algorithm.beta=50",  # of a larger one the loss multiplies rounding errors as much
+    "algorithm.stratified=true",
+    "validation.every=2",
+    "validation.holdout=0.2",
+    "validation.num_images=3",
+    "sampling.eval_steps=1",
+    "logging.console=false",
+]
+LORA, FULL = "lora={rank: 4, alpha: 8}", "lora=null"
+KINDS = {
+    "lora zero2": [LORA, "engine.deepspeed=zero2", "engine.guard=true", "engine.max_forward_batch=5"],
+    "full zero3": [FULL, "engine.deepspeed=zero3", "ema=null"],
+    "lora zero3": [LORA, "engine.deepspeed=zero3"],
+    "full zero2": [FULL, "engine.deepspeed=zero2"],
+}
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """Pairs of digits, of whose images two are broken."""
+    folder = tmp_path_factory.mktemp("digits")
+    write_digits(folder)
+    lines = (folder / "pairs.jsonl").read_text().splitlines(keepends=True)[:40]
+    (folder / "pairs.jsonl").write_text("".join(lines))
+    for name in ("0009", "0017"):
+        (folder / "images" / f"{name}.png").write_bytes(b"not a picture")
+    return folder
+
+
+def recipe_of(folder, pipeline, digits, *overrides):
+    broken = "data.max_bad_fraction=0.2"
+    return tiny_recipe("sd3_dpo", folder, pipeline, *COMMON, broken, *overrides, data=digits / "pairs.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_dpo_on_two_ranks_is_dpo_on_one(kind, one_rank, two_ranks, tiny_pipelines, digits, tmp_path):
+    for where, ranks in (("one", one_rank), ("two", two_ranks)):
+        words = recipe_of(tmp_path / where, tiny_pipelines("sd3"), digits, CUTS[where], *KINDS[kind])
+        ranks.run(train_on_rank, **words)
+        assert counted(tmp_path / where) == predicted(tmp_path / where, ranks.num_ranks, num_images=3)
+    lines = records(tmp_path / "one")
+    evaluated = [line for line in lines if "val/loss" in line]
+    trained = [line for line in lines if "dpo/loss" in line]
+    first, last = trained[0], trained[-1]
+    # Until the first update the policy is the reference: nothing is preferred, bit by bit.
+    assert [first["dpo/loss"], evaluated[0]["val/loss"]] == pytest.approx([math.log(2)] * 2, rel=1e-6)
+    assert (first["dpo/margin"], first["dpo/accuracy"], evaluated[0]["val/accuracy"]) == (0, 0.5, 0.5)
+    assert abs(last["dpo/margin"]) > 1e-3
+    assert last["dpo/margin"] == pytest.approx(last["dpo/chosen_reward"] - last["dpo/rejected_reward"], rel=1e-4)
+    assert {line["step"] for line in evaluated} == {0, 2, 3}
+    assert_same_runs(tmp_path / "one", tmp_path / "two")
+
+
+def test_kept_latents_train_the_same(one_rank, tiny_pipelines, digits, tmp_path):
+    cache = [f"data.cache_dir={tmp_path / 'cache'}", "data.cache_latents=true", "data.clip=centre", "run.steps=2"]
+    plain = recipe_of(tmp_path / "plain", tiny_pipelines("sd3"), digits, "data.clip=centre", "run.steps=2", LORA)
+    kept = recipe_of(tmp_path / "kept", tiny_pipelines("sd3"), digits, *cache, LORA)
+    one_rank.run(prepare_on_rank, **kept)
+    entries = sorted((tmp_path / "cache" / "latents").rglob("*.safetensors"))
+    images = {name for line in lines_of(digits) for name in (line["chosen"], line["rejected"])}
+    assert len(entries) == len(images) - 2  # the broken ones
+    one_rank.run(train_on_rank, **plain)
+    one_rank.run(train_on_rank, **kept)
+    first, *_, last = (line for line in records(tmp_path / "plain") if "dpo/loss" in line)
+    assert (first["dpo/margin"], first["dpo/accuracy"]) == (0, 0.5)  # the policy is the reference, bit by bit
+    assert last["dpo/margin"] != 0
+    assert_same_runs(tmp_path / "plain", tmp_path / "kept")
+    assert sorted((tmp_path / "cache" / "latents").rglob("*.safetensors")) == entries
+
+
+def lines_of(digits):
+    return [json.loads(line) for line in (digits / "pairs.jsonl").read_text().splitlines()]
+
+
+def prepare_on_rank(recipe, overrides):
+    """Fill the recipe's caches, as `wfm_ds.data.prepare` does."""
+    from wfm_ds.data.prepare import prepare
+    from wfm_ds.distributed.world import World
+    from wfm_ds.recipe import file as recipe_file
+
+    return prepare(recipe_file.load(Path(recipe), overrides), World.join())

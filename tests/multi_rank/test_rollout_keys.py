@@ -1,0 +1,63 @@
+"""Whole runs with the keys that make rollouts cheaper: the runs without them, to the bit where nothing is rounded."""
+
+import pytest
+import torch
+
+from multi_rank.resuming import tiny_recipe, train_on_rank
+from multi_rank.same_runs import assert_same_runs, exported, records
+
+pytestmark = pytest.mark.slow
+
+COMMON = ["run.steps=2", "logging.console=false", "validation.at_start=false", "optimizer.eps=1e-4"]
+GRAPH, MERGED, JOINT = "rollout.cuda_graph=true", "rollout.merge_lora=true", "sampling.guidance_batch=joint"
+OLD = "algorithm.old_decay={initial: 0.6, slope: 0, max: 0.6}"  # so that old differs from the trained policy
+GUIDED = ["sampling.guidance_scale=2", "engine.max_forward_batch=6"]  # a rollout of 6 and one of 2, which may be joint
+
+
+@pytest.fixture
+def train(one_rank, two_ranks, tiny_pipelines, tmp_path):
+    """Runs a tiny recipe into tmp_path/where."""
+
+    def run(where, name, *overrides, ranks=1, family="sd3"):
+        recipe = tiny_recipe(name, tmp_path / where, tiny_pipelines(family), *COMMON, *overrides)
+        (one_rank if ranks == 1 else two_ranks).run(train_on_rank, **recipe)
+        return tmp_path / where
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("sd3_nft", [OLD, *GUIDED]),
+        ("sd3_nft", [OLD, *GUIDED, MERGED, JOINT]),
+        ("sd3_nft", ["lora=null", "optimizer.lr=1e-3", OLD]),
+        ("sd3_flow_grpo", ["engine.max_forward_batch=6"]),
+    ],
+    ids=["lora", "merged", "full", "grpo"],
+)
+def test_replayed_rollouts_are_the_rollouts_bit_for_bit(name, overrides, train):
+    """The weights change between the steps, and what was recorded in the first one sees it."""
+    plain, replayed = train("plain", name, *overrides), train("replayed", name, *overrides, GRAPH)
+    assert records(replayed) == records(plain)
+    expected, got = exported(plain), exported(replayed)
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+
+def test_merged_and_joint_rollouts_are_the_rollouts_but_for_rounding(train):
+    plain = train("plain", "sd3_nft", OLD, *GUIDED)
+    assert_same_runs(plain, train("cheaper", "sd3_nft", OLD, *GUIDED, MERGED, JOINT, ranks=1))
+
+
+def test_two_experts_are_merged_and_replayed_each(train):
+    video = ["sampling.num_frames=5", "reward.functions=[{name: motion}]", OLD]
+    plain = train("plain", "sd3_nft", *video, family="wan22")
+    assert_same_runs(plain, train("cheaper", "sd3_nft", *video, MERGED, GRAPH, family="wan22"))
+
+
+def test_workers_merge_and_replay_what_is_published(train):
+    cheaper = [OLD, *GUIDED, MERGED, JOINT, GRAPH]
+    plain = train("plain", "sd3_nft", OLD, *GUIDED)
+    workers = train("async", "sd3_nft", *cheaper, "rollout.mode=async", "rollout.max_staleness=0")
+    assert_same_runs(plain, workers)

@@ -1,0 +1,92 @@
+"""The ranks of a replica decode each a share of its samples; what the leader gets is what it would decode alone."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from wfm_ds.distributed.world import World
+from wfm_ds.engine.forward import CountedForward
+from wfm_ds.models import registry
+from wfm_ds.models.sampler import Sampler
+from wfm_ds.models.text_cache import TextCache
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.rollout.scores import Submissions, decoded
+from wfm_ds.types import Prompt
+
+
+class Sent:
+    """The rewards' end of a run: what it was sent."""
+
+    def __init__(self):
+        self.batches = []
+
+    def submit(self, batch):
+        self.batches.append((list(batch.sample_ids), torch.from_numpy(batch.media.copy())))
+
+
+def job_of(recipe, folder):
+    model = registry.load(folder, dtype=torch.float32, device="cpu")
+    recipe = recipe_file.load(Path(recipe))
+    sampler = Sampler(
+        model=model, texts=TextCache(model), settings=recipe.sampling, forward=CountedForward(model.denoise)
+    )
+    return SimpleNamespace(recipe=recipe, model=model, sampler=sampler, world=World.join().in_replicas(2))
+
+
+def drawn(job, count):
+    latents = torch.randn(count, *job.sampler.latent_shape, generator=torch.Generator().manual_seed(0))
+    latents[1 % count, 0, 0, 0] = float("nan")
+    return latents
+
+
+def decode_together(recipe, folder, count):
+    """On each rank: media, what is finite, how many were decoded here, and the media of one rank alone."""
+    job, here = job_of(recipe, folder), []
+    latents = drawn(job, count)
+    with job.model.pipeline.vae.decoder.register_forward_hook(lambda *_: here.append(1)):
+        media, finite = decoded(job, latents)
+    return torch.from_numpy(media), finite, len(here), torch.from_numpy(job.sampler.media(latents)[0])
+
+
+def submit_chunks(recipe, folder, sizes):
+    """On each rank: the batches that were sent, how many were sent after each chunk, and the broken samples."""
+    job, sent, after = job_of(recipe, folder), Sent(), []
+    latents, submissions, first = drawn(job, sum(sizes)), Submissions(job, sent), 0
+    for size in sizes:
+        chosen = range(first, first + size)
+        prompts = [Prompt(id=f"p/{i}", text="a red circle") for i in chosen]
+        submissions.add(latents[first : first + size], [f"s{i}" for i in chosen], prompts)
+        first += size
+        after.append(len(sent.batches))
+    return sent.batches, after, sorted(submissions.close()), torch.from_numpy(job.sampler.media(latents)[0])
+
+
+@pytest.fixture
+def recipe(root):
+    return str(root / "recipes" / "tiny" / "sd3_nft.yaml")
+
+
+@pytest.mark.parametrize(("count", "shares"), [(3, [2, 1]), (1, [1, 0]), (4, [2, 2])])
+def test_each_rank_decodes_its_share_and_the_leader_has_all_bit_for_bit(
+    two_ranks, tiny_pipelines, recipe, count, shares
+):
+    leader, other = two_ranks.run(decode_together, recipe=recipe, folder=str(tiny_pipelines("sd3")), count=count)
+    assert torch.equal(leader[0], leader[3])
+    assert len(leader[0]) == count
+    assert len(other[0]) == 0
+    assert leader[1] == other[1] == [i != 1 % count for i in range(count)]
+    assert [leader[2], other[2]] == shares
+
+
+def test_chunks_of_one_wait_until_every_rank_has_a_sample(two_ranks, tiny_pipelines, recipe):
+    folder = str(tiny_pipelines("sd3"))
+    (sent, after, broken, alone), (nothing, *_, broken_there, _) = two_ranks.run(
+        submit_chunks, recipe=recipe, folder=folder, sizes=[1, 1, 1, 2, 1]
+    )
+    assert [ids for ids, _ in sent] == [["s0"], ["s2", "s3", "s4"], ["s5"]]  # s1 is broken
+    assert after == [0, 1, 1, 2, 2]
+    assert torch.equal(torch.cat([media for _, media in sent]), alone[[0, 2, 3, 4, 5]])
+    assert nothing == []
+    assert broken == broken_there == ["s1"]

@@ -1,0 +1,64 @@
+"""Terms without a gradient are not run, and the weights are the same bits as if they had been."""
+
+import json
+from unittest import mock
+
+import pytest
+import torch
+
+from multi_rank.resuming import tiny_recipe, train_on_rank, weights
+
+pytestmark = pytest.mark.slow
+
+STEPS = 2
+# By step, equal on both ranks: a rank's samples 0 and 2 are trained in the first update, 1 and 3 in the second. In the
+# first update of step 2 no term has a gradient, and its optimizer step moves weights by momentum and decay alone.
+ADVANTAGES = {1: [1.0, 0.0, 0.0, -1.0], 2: [0.0, 1.0, 0.0, -0.5]}
+OVERRIDES = [
+    *(f"run.steps={STEPS}", "optimizer.lr=3e-2", "optimizer.weight_decay=0.1", "logging.console=false"),
+    *("algorithm.kl_beta=0", "algorithm.zero_std=keep", "algorithm.old_decay=copy", "algorithm.updates_per_rollout=2"),
+    # One term each: in batches the others would be added up in another order.
+    *("engine.micro_batch_size=1", "engine.guard=true"),
+    *("validation.every=0", "validation.at_start=false", "validation.num_prompts=1", "validation.seeds=[1]"),
+]
+
+
+def train(recipe, overrides, run_all):
+    """A run with known advantages; `run_all`: with all terms, whatever their gradient."""
+    from wfm_ds.algorithms.advantages import Advantages
+    from wfm_ds.algorithms.diffusion_nft import DiffusionNft
+
+    calls = []
+
+    def known(self, rewards, groups):
+        calls.append(len(groups))
+        values = ADVANTAGES[len(calls)]
+        return Advantages(values * (len(groups) // len(values)), {})
+
+    with (
+        mock.patch.object(DiffusionNft, "advantages", known),
+        mock.patch.object(DiffusionNft, "has_gradient", (lambda *_: True) if run_all else DiffusionNft.has_gradient),
+    ):
+        return train_on_rank(recipe, overrides)
+
+
+def samples_trained(folder):
+    """Samples through forwards with backward on rank 0, by step."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["perf/forwards_policy"] for line in lines if "perf/forwards_policy" in line]
+
+
+@pytest.mark.parametrize(("stage", "lora"), [("zero2", "{rank: 4, alpha: 8}"), ("zero3", "null")])
+def test_leaving_them_out_does_not_move_a_bit_of_the_weights(two_ranks, tiny_pipelines, tmp_path, stage, lora):
+    for folder, run_all in (("all", True), ("few", False)):
+        changes = [*OVERRIDES, f"engine.deepspeed={stage}", f"lora={lora}"]
+        two_ranks.run(
+            train, **tiny_recipe("sd3_nft", tmp_path / folder, tiny_pipelines("sd3"), *changes), run_all=run_all
+        )
+    everything, few = (weights(tmp_path / folder, STEPS) for folder in ("all", "few"))
+    assert everything.keys() == few.keys() != set()
+    assert all(torch.equal(few[name], tensor) for name, tensor in everything.items())
+    # Two levels a sample: 4 of 8 terms of step 1, whose second update has other weights than old's, are left out with
+    # sample 2; of step 2 those of the first update but for one, so that its optimizer step is made.
+    assert samples_trained(tmp_path / "all") == [8, 8]
+    assert samples_trained(tmp_path / "few") == [6, 5]

@@ -1,0 +1,76 @@
+"""The choice of an RL step's groups, and where its samples go. Whole runs are in tests/multi_rank/test_choosing.py."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wfm_ds.rollout.choice import Choice, correlation_in_groups
+from wfm_ds.rollout.groups import Group
+from wfm_ds.rollout.members import step_members
+from wfm_ds.types import Prompt
+
+NUM_GROUPS, GROUP_SIZE = 4, 3
+
+
+def members_of(num_groups, *, size=GROUP_SIZE, first_group=0):
+    groups = [Group(prompt=Prompt(id=f"p{first_group + g}", text="a cat")) for g in range(num_groups)]
+    return step_members(groups, group_size=size, step=7, run_seed=1, first_group=first_group)
+
+
+def ids(members):
+    return list(dict.fromkeys(member.group_id for member in members))
+
+
+@given(st.lists(st.lists(st.booleans(), min_size=NUM_GROUPS, max_size=NUM_GROUPS), min_size=1, max_size=5))
+def test_groups_that_teach_come_first_and_a_step_is_always_full(rounds):
+    choice, generated, teaching = Choice(NUM_GROUPS), [], []
+    for attempt, teaches in enumerate(rounds):
+        if choice.num_missing == 0:
+            break
+        members = members_of(choice.num_missing, first_group=attempt * NUM_GROUPS)
+        good = [g for g, does in zip(ids(members), teaches, strict=False) if does]
+        choice.add(members, good)
+        generated += ids(members)
+        teaching += good
+        assert choice.num_missing == NUM_GROUPS - len(teaching)
+        assert choice.num_dropped == len(generated) - len(teaching)
+        others = [g for g in generated if g not in teaching]
+        assert ids(choice.members) == [*teaching, *others][:NUM_GROUPS]
+        assert len(choice.members) == NUM_GROUPS * GROUP_SIZE
+
+
+def test_a_step_whose_groups_all_teach_is_what_was_generated():
+    choice, members = Choice(NUM_GROUPS), members_of(NUM_GROUPS)
+    choice.add(members, set(ids(members)))
+    assert choice.members == members
+    assert (choice.num_missing, choice.num_dropped) == (0, 0)
+
+
+def test_a_larger_group_begins_with_the_samples_of_a_smaller_one_and_further_groups_have_seeds_of_their_own():
+    few, many = members_of(2, size=2), members_of(2, size=5)
+    assert [m for m in many if int(m.sample_id.rsplit("/", 1)[1]) < 2] == few
+    seeds = [m.seed for m in [*members_of(2), *members_of(2, first_group=2)]]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_the_correlation_within_groups_is_that_of_numpy_without_the_means_of_the_groups():
+    rng = np.random.default_rng(0)
+    first, noise = rng.normal(size=(2, 40))
+    groups = [f"g{i % 5}" for i in range(40)]
+    offset = np.array([100.0 * (i % 5) for i in range(40)])
+    second = 0.5 * first + noise
+    centred = [x - np.array([x[[h == g for h in groups]].mean() for g in groups]) for x in (first, second)]
+    want = np.corrcoef(*centred)[0, 1]
+    got = correlation_in_groups([*(first + offset), 1.0], [*(second - offset), None], [*groups, "g0"])
+    assert got == pytest.approx(want, abs=1e-9)
+    assert correlation_in_groups([1.0, 2.0], [2.0, 4.0], ["a", "a"]) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    "rewards", [([1.0, 1.0], [0.0, 1.0]), ([0.0, 1.0], [0.1, 0.1]), ([None, 1.0], [1.0, None]), ([], [])]
+)
+def test_a_correlation_that_cannot_be_known_is_none(rewards):
+    first, second = rewards
+    got = correlation_in_groups(first, second, ["a"] * len(first))
+    assert got is None

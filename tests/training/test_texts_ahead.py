@@ -1,0 +1,126 @@
+"""All texts are encoded before the engine is built, and the encoders leave; or they stay, and the log says why."""
+
+import logging
+import os
+import time
+
+import pytest
+import torch
+
+from wfm_ds.data.datasets import load_data
+from wfm_ds.distributed.world import World
+from wfm_ds.errors import DataError
+from wfm_ds.models import text_store
+from wfm_ds.models.text_cache import TextCache
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.derived import derive
+from wfm_ds.run.model import load_model
+from wfm_ds.training import texts_ahead
+from wfm_ds.training.caches import needed_texts
+from wfm_ds.training.texts_ahead import texts_of, too_many
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("WFM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def alone():
+    return World(0, 1, 0, CPU, None)
+
+
+@pytest.fixture
+def run(tmp_path, root, tiny_pipelines, alone, cache):
+    """`run(*overrides)`: the recipe, its model, data and text cache, as a run begins."""
+
+    def begin(*overrides):
+        settings = [
+            f"run.output_dir={tmp_path / 'out'}",
+            f"model.path={tiny_pipelines('sd3')}",
+            f"data.path={root / 'recipes' / 'tiny' / 'prompts' / 'colors'}",
+        ]
+        recipe = recipe_file.load(root / "recipes" / "tiny" / "sd3_nft.yaml", [*settings, *overrides])
+        model, data = load_model(recipe, CPU), load_data(recipe)
+        return recipe, model, data, texts_of(recipe, model, data, derive(recipe, 1), alone)
+
+    return begin
+
+
+def test_the_default_cache_is_filled_and_the_encoders_leave(run, cache, caplog):
+    caplog.set_level(logging.INFO)
+    recipe, model, data, texts = run()
+    needed = needed_texts(recipe, model, data)
+    assert model.parts_named("text_encoder") == {}
+    assert texts.folder.parent == cache / "text"
+    assert f"all {len(needed)} texts are in {texts.folder}" in caplog.text
+    plain = TextCache(load_model(recipe, CPU))
+    for text in needed:
+        for name, row in plain.encode([text]).items():
+            torch.testing.assert_close(texts.encode([text])[name], row, rtol=0, atol=0)
+    caplog.clear()
+    _, again, _, _ = run()
+    assert again.parts_named("text_encoder") == {}
+    assert "were encoded" not in caplog.text
+
+
+def test_without_it_texts_are_encoded_when_they_are_needed(run, cache):
+    _, model, _, texts = run("data.cache_text=off")
+    assert len(model.parts_named("text_encoder")) == 3
+    assert texts.folder is None
+    assert not cache.exists()
+
+
+def test_a_folder_of_ones_own_is_filled_too(run, cache, tmp_path):
+    _, model, _, texts = run(f"data.cache_dir={tmp_path / 'own'}")
+    assert model.parts_named("text_encoder") == {}
+    assert texts.folder == tmp_path / "own" / "text"
+    assert not cache.exists()
+
+
+def test_too_many_bytes_or_texts_stay_with_the_encoders(run, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(texts_ahead, "MAX_BYTES", 1000)
+    recipe, model, data, _ = run()
+    assert len(model.parts_named("text_encoder")) == 3
+    assert "set data.cache_dir and run python -m wfm_ds.data.prepare" in caplog.text
+    monkeypatch.setattr(texts_ahead, "MAX_BYTES", 2**30)
+    needed = needed_texts(recipe, model, data)
+    assert too_many(recipe, model, needed, derive(recipe, 1)) is None
+    assert "draws 4 samples and there are 5000 texts" in too_many(recipe, model, needed * 1000, derive(recipe, 1))
+
+
+def test_a_cache_that_cannot_be_written_ends_no_run(run, cache, caplog):
+    caplog.set_level(logging.INFO)
+    cache.write_text("a file where the folder should be")
+    with pytest.raises(Exception, match=r"cannot be written .*: set data\.cache_dir to a folder that can"):
+        run(f"data.cache_dir={cache / 'below'}")
+    _, model, _, texts = run()
+    assert len(model.parts_named("text_encoder")) == 3
+    assert "cannot be written" in caplog.text
+    assert texts.encode(["a cat"])["prompt_embeds"].shape[0] == 1
+
+
+def test_a_disk_that_is_full_names_the_folder(run, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(TextCache, "encode", full)
+    with pytest.raises(Exception, match=r"cannot be written: .*No space left.*data\.cache_dir") as caught:
+        run()
+    assert isinstance(caught.value.__cause__, DataError)
+
+
+def test_folders_that_no_run_opens_are_removed(cache):
+    for name, age_days in {"old": 91, "young": 80}.items():
+        folder = cache / "text" / name
+        folder.mkdir(parents=True)
+        (folder / "entry").touch()
+        (folder / text_store.OPENED).touch()
+        then = time.time() - age_days * 86400
+        os.utime(folder / text_store.OPENED, (then, then))
+    text_store.remove_unused(time.time())
+    assert [folder.name for folder in (cache / "text").iterdir()] == ["young"]

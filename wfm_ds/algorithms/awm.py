@@ -1,0 +1,90 @@
+"""Advantage Weighted Matching (arXiv 2509.25050): policy gradients on the forward process.
+
+The flow matching loss of a clean sample, noised again, stands for the logarithm of its probability. Its ratio to the
+old policy's, at the same noise level and noise, is raised or lowered by the sample's advantage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from wfm_ds.algorithms.base import Stats
+from wfm_ds.algorithms.forward_process import ForwardBatch, ForwardProcess, ForwardTerm
+from wfm_ds.algorithms.ratio import clipped_policy_loss, outside_clip, ratio_stats
+from wfm_ds.recipe.algorithms import AwmAlgorithm
+from wfm_ds.sampling.shapes import require_latents, require_vectors, sample_mean
+
+if TYPE_CHECKING:
+    from wfm_ds.recipe.algorithms.base import ModelFacts
+    from wfm_ds.recipe.schema import Recipe
+
+OFFSET = 1e-10  # of the squared error under a power, whose slope at 0 would be infinite
+
+
+def matching_log_prob(error: Tensor, sigma: Tensor, weighting: str, power: float) -> Tensor:
+    """Return what stands for the log-probability of each sample [B], at most 0.
+
+    error: the mean squared error l of its velocity; sigma: its noise level; both [B] float32. `uniform` is -l, `sigma`
+    -sigma*l, `sigma_squared` -sigma^2*l, `ghuber` -sigma*((l + 1e-10)^power - 1e-10^power)/power. Raises ValueError for
+    another weighting and for other shapes.
+    """
+    require_vectors(error, error=error, sigma=sigma)
+    match weighting:
+        case "uniform":
+            return -error
+        case "sigma":
+            return -sigma * error
+        case "sigma_squared":
+            return -sigma.square() * error
+        case "ghuber":
+            at_zero: float = OFFSET**power
+            return -sigma * ((error + OFFSET).pow(power) - at_zero) / power
+    raise ValueError(f"{weighting!r} is no weighting of AWM; there are uniform, sigma, sigma_squared and ghuber")
+
+
+class Awm(ForwardProcess):
+    Settings = AwmAlgorithm
+    area = "awm"
+    settings: AwmAlgorithm
+    recalls_old = True
+
+    def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelFacts | None = None) -> None:
+        super().__init__(recipe, sigmas, model)
+        held_to = {"ref": self.settings.kl_beta, "ema": self.settings.ema_kl_beta}
+        self.held_to = {policy: beta for policy, beta in held_to.items() if beta > 0}
+        self.references = ("old", *self.held_to)
+
+    def credit(self, advantage: float) -> float:
+        """The advantage, scaled."""
+        return advantage / self.settings.adv_clip_max * self.settings.adv_max
+
+    def has_gradient(self, term: ForwardTerm, current: Set[str]) -> bool:
+        return term.advantage != 0 or self.settings.regularizes
+
+    def loss(self, velocity: Tensor, batch: ForwardBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
+        require_latents(velocity=velocity, clean=batch.clean, noise=batch.noise, **references)
+        log_prob = self._log_prob(velocity, batch)
+        # A missing old policy has the trained weights, and so their log-probability, to the bit.
+        old_log_prob = self._log_prob(references["old"], batch) if "old" in references else log_prob.detach()
+        log_ratio, clip = log_prob - old_log_prob, self.settings.clip_ratio
+        policy = loss = clipped_policy_loss(log_ratio, batch.credit, clip, clip)
+        stats: Stats = {
+            "loss/policy": policy.detach(),
+            "policy/log_prob_mean": log_prob.detach(),
+            "policy/approx_kl": 0.5 * log_ratio.detach().square(),
+        }
+        for policy_name, beta in self.held_to.items():
+            distance = sample_mean((velocity - references[policy_name]).square())
+            loss = loss + beta * distance
+            stats[f"kl/{policy_name}"] = distance.detach()
+        if "kl/ref" in stats:
+            stats["loss/kl"] = stats["kl/ref"]
+        outside = outside_clip(log_ratio.detach(), clip, clip)
+        return loss, stats | ratio_stats(log_ratio.detach(), *outside, batch.credit)
+
+    def _log_prob(self, velocity: Tensor, batch: ForwardBatch) -> Tensor:
+        error = sample_mean((velocity - (batch.noise - batch.clean)).square())
+        return matching_log_prob(error, batch.sigma, self.settings.weighting, self.settings.power)

@@ -1,0 +1,49 @@
+"""Reinforce Adjoint Matching (RAM, arXiv 2605.10759): flow matching towards a reference that the reward tilts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from wfm_ds.algorithms.base import Stats
+from wfm_ds.algorithms.forward_process import ForwardBatch, ForwardProcess
+from wfm_ds.recipe.algorithms import RamAlgorithm
+from wfm_ds.sampling.shapes import require_latents, require_vectors, sample_mean
+
+
+def ram_loss(velocity: Tensor, ref_velocity: Tensor, clean: Tensor, noise: Tensor, tilt: Tensor) -> Tensor:
+    """mean((v - target)^2) of each sample [B], with the constant target v_ref + R*(u - v), u = noise - clean.
+
+    Velocities and latents [B,C,h,w] or [B,C,T,h,w] float32, both velocities at the same noisy latents; tilt R [B]
+    float32. Raises ValueError for other shapes and dtypes.
+    """
+    require_latents(velocity=velocity, ref_velocity=ref_velocity, clean=clean, noise=noise)
+    require_vectors(velocity, tilt=tilt)
+    factor = tilt.view(-1, *[1] * (velocity.ndim - 1))
+    target = (ref_velocity + factor * (noise - clean - velocity)).detach()
+    return sample_mean((velocity - target).square())
+
+
+class Ram(ForwardProcess):
+    Settings = RamAlgorithm
+    area = "ram"
+    settings: RamAlgorithm
+    references = ("ref",)
+
+    def credit(self, advantage: float) -> float:
+        """R, the tilt."""
+        tilt = self.settings.multiplier * advantage
+        return math.expm1(tilt) if self.settings.tilt == "exp" else tilt
+
+    def loss(self, velocity: Tensor, batch: ForwardBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
+        loss = ram_loss(velocity, references["ref"], batch.clean, batch.noise, batch.credit)
+        kept = velocity.detach()
+        distance = sample_mean((kept - references["ref"]).square())
+        return loss, {
+            "loss/policy": loss.detach(),
+            "kl/ref": distance,
+            "ram/velocity_error": sample_mean((kept - (batch.noise - batch.clean)).square()),
+            "ram/tilt_abs_mean": batch.credit.abs(),
+        }

@@ -1,0 +1,125 @@
+"""Preference pairs: two images or videos of one prompt, of which one is preferred. Finds them, decodes nothing."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from wfm_ds.data.samples import MEDIA_SUFFIXES, LocalFile, Sample, SampleSet, parse_caption
+from wfm_ds.data.tar_index import IndexEntry, TarIndex
+from wfm_ds.data.webdataset import TarMember, TarShards, prompt_of
+from wfm_ds.distributed.liveness import LIVENESS
+from wfm_ds.errors import DataError
+from wfm_ds.storage.regular import read_regular
+
+TABLE_SUFFIX = ".jsonl"
+ROLES = ("chosen", "rejected")
+
+
+def pair_set(paths: Sequence[str], *, cache_dir: Path | None, max_bad_fraction: float) -> SampleSet:
+    """Scan the pairs of one table, FILE.jsonl, or of tar shards. Raises DataError as their classes do."""
+    if len(paths) == 1 and paths[0].lower().endswith(TABLE_SUFFIX):
+        return PairTable(Path(paths[0]), max_bad_fraction=max_bad_fraction)
+    return PairShards(paths, cache_dir=cache_dir, max_bad_fraction=max_bad_fraction)
+
+
+class PairTable(SampleSet):
+    """Pairs of a JSONL file: a line has `prompt`, `chosen` and `rejected`, the last two paths relative to the file.
+
+    An id is the line's `id`, else `CHOSEN > REJECTED` as they are written: it stays when lines are added or moved.
+    Other keys become metadata.
+    """
+
+    def __init__(self, table: Path, *, max_bad_fraction: float) -> None:
+        """Raises DataError for a table that cannot be read, if there is no usable pair, or if more than this share of
+        the lines is bad."""
+        super().__init__(str(table))
+        try:
+            lines = read_regular(table).split(b"\n")
+        except OSError as error:
+            raise DataError(f"{self.source} cannot be read ({error.strerror}): name a {TABLE_SUFFIX} file") from error
+        self._folder = table.parent
+        # A listing of each folder once: a question for each file would be two for each pair.
+        self._names = functools.cache(names_in)
+        self._seen: set[str] = set()
+        for number, line in enumerate(lines, start=1):
+            LIVENESS.advance()
+            if line.strip():
+                self._add(f"{table}:{number}", line)
+        if not self.samples and not self.bad:
+            raise DataError(f"{self.source} has no line: write one object with prompt, chosen and rejected a line")
+        self.samples.sort(key=lambda sample: sample.id)
+        self.check(max_bad_fraction)
+
+    def _add(self, where: str, line: bytes) -> None:
+        prompt = parse_caption(line, where)
+        if prompt is None:
+            self.reject("no_prompt", where)
+            return
+        metadata = dict(prompt.metadata)
+        written = [metadata.pop(role, None) for role in ROLES]
+        paths = [self._path(name) for name in written]
+        if None in paths or paths[0] == paths[1]:
+            self.reject("no_pair", where)
+            return
+        own = metadata.pop("id", None)
+        pair_id = " > ".join(written) if own is None else str(own)
+        if pair_id in self._seen:
+            self.reject("ambiguous", where)
+            return
+        self._seen.add(pair_id)
+        chosen, rejected = (LocalFile(path) for path in paths if path is not None)
+        prompt = replace(prompt, id=pair_id, metadata=metadata)
+        self.samples.append(Sample(id=pair_id, media=chosen, prompt=prompt, rejected=rejected))
+
+    def _path(self, name: Any) -> str | None:
+        """The path of an image or video that is there; None for anything else."""
+        if not isinstance(name, str) or "\0" in name or os.path.splitext(name)[1].lower() not in MEDIA_SUFFIXES:
+            return None
+        path = os.path.normpath(self._folder / name)
+        folder, file = os.path.split(path)
+        return path if file in self._names(folder) else None
+
+
+def names_in(folder: str) -> frozenset[str]:
+    """Names of the entries of a folder; none of one that cannot be read."""
+    try:
+        return frozenset(os.listdir(folder))
+    except OSError:
+        return frozenset()
+
+
+class PairShards(TarShards):
+    """Pairs of tar files: a sample is KEY.chosen.EXT, KEY.rejected.EXT and a caption, KEY.json or KEY.txt."""
+
+    content = "pairs (NAME.chosen.EXT and NAME.rejected.EXT)"
+
+    def _add(
+        self, shard: str, prefix: str, index: TarIndex, key: str, members: list[IndexEntry], *, again: bool
+    ) -> None:
+        media = {role: [member for member in members if is_medium(member, role)] for role in ROLES}
+        captions = {member.field: member.text for member in members if member.field in ("json", "txt")}
+        name, sample_id = f"{shard}#{key}", f"{prefix}/{key}"
+        if not captions and not any(media.values()):
+            return
+        if again or any(len(found) > 1 for found in media.values()):
+            self.reject("ambiguous", name)
+        elif not all(media.values()):
+            self.reject("no_pair", name)
+        elif not captions:
+            self.reject("no_json", name)
+        elif (prompt := prompt_of(captions.get("json"), captions.get("txt"), sample_id)) is None:
+            self.reject("no_prompt", name)
+        else:
+            chosen, rejected = (TarMember(shard, index.version, found) for (found,) in media.values())
+            self.samples.append(Sample(id=sample_id, media=chosen, prompt=prompt, rejected=rejected))
+
+
+def is_medium(member: IndexEntry, role: str) -> bool:
+    """Tell if this is the image or video of a pair that has this role."""
+    stem, suffix = os.path.splitext(member.field)
+    return stem == role and suffix in MEDIA_SUFFIXES

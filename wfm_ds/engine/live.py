@@ -1,0 +1,106 @@
+"""Bytes of the tensors that are alive while a block of code runs, and their peak: on a CPU, and on the meta device.
+
+A tensor on the meta device has a storage with a size and a lifetime and takes no memory, so what a forward and a
+backward of a model keep alive can be counted for sizes that the machine could never hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of the tensors of one device that operators have made within the block and that are alive."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {id_of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for tensor in tree_leaves(made):
+            if not isinstance(tensor, torch.Tensor) or tensor.device.type != self._device:
+                continue
+            if id_of(tensor) not in given:
+                self._add(tensor.untyped_storage())
+        return made
+
+    def knows(self, key: int) -> bool:
+        """Tell if the storage with this id is among those that are counted."""
+        return key in self._known
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:  # another view of it
+            return
+        self._known.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._drop, key, size)
+
+    def _drop(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def id_of(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+@contextlib.contextmanager
+def attention_as_on_a_gpu() -> Iterator[None]:
+    """Inside, attention on the meta device keeps what a GPU's kernels keep; torch would choose the textbook formula
+    there, with its table of every token with every other.
+
+    The function itself is replaced: a mode of torch's would not see what a backward pass recomputes.
+    """
+    stock = functional.scaled_dot_product_attention
+
+    def chosen(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return (fused_attention if query.device.type == "meta" else stock)(query, *args, **kwargs)
+
+    functional.scaled_dot_product_attention = chosen
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = stock
+
+
+def fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Scaled dot-product attention that keeps its inputs, its output and one number a row; on the meta device only."""
+    if enable_gqa:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+    kept: torch.Tensor
+    if attn_mask is None:
+        kept, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, return_debug_mask=False, scale=scale
+        )
+        return kept
+    if attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+    bias = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+    kept, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
+    )
+    return kept

@@ -1,0 +1,65 @@
+"""A family around a pipeline whose networks have shapes and no values: made from the configs in a folder alone."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from torch import nn
+
+from wfm_ds.errors import ModelError
+from wfm_ds.models import registry
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.loading import LIBRARIES, LOADING_ERRORS, network_class_of, read_json, stored_sequence_length
+
+META = torch.device("meta")
+
+
+def load_empty(
+    path: str | Path, *, dtype: torch.dtype, own_family: str | None = None, max_sequence_length: int | None = None
+) -> DiffusionModel:
+    """Load the family of a pipeline folder onto the meta device, in seconds and without its weights; it has no
+    tokenizers, so no text can be encoded. ModelError as for `registry.resolve`, and for a config that cannot be read.
+    """
+    folder = registry.resolve(path, own_family)
+    family = registry.family_of(folder, own_family)
+    family.check_folder(folder)
+    index = read_json(folder / "model_index.json")
+    pipeline_class: Any = getattr(diffusers, str(index["_class_name"]))
+    accepted = list(inspect.signature(pipeline_class.__init__).parameters)[1:]
+    parts: dict[str, Any] = {name: None for name in accepted if name not in index or isinstance(index[name], list)}
+    parts |= {name: value for name, value in index.items() if name in accepted and not isinstance(value, list)}
+    try:
+        parts |= {name: empty_part(folder / name, index[name]) for name in parts if isinstance(index.get(name), list)}
+        if family.has_guardrail:
+            parts["safety_checker"] = nn.Identity()
+        pipeline = pipeline_class(**parts)
+    except LOADING_ERRORS as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"{folder} cannot be read ({reason}); copy or download the pipeline again") from error
+    return family(
+        pipeline,
+        folder,
+        dtype=dtype,
+        device=META,
+        max_sequence_length=max_sequence_length or stored_sequence_length(folder),
+    )
+
+
+def empty_part(folder: Path, entry: list[str | None]) -> Any:
+    """A network without values, or a scheduler; None for any other part."""
+    network = network_class_of(entry)
+    if network is None:
+        library, name = entry
+        found: Any = getattr(importlib.import_module(str(library)), str(name), None) if library in LIBRARIES else None
+        is_scheduler = isinstance(found, type) and issubclass(found, diffusers.SchedulerMixin)
+        return found.from_pretrained(folder) if is_scheduler else None
+    maker: Any = network
+    with META:
+        if entry[0] == "diffusers":
+            return maker.from_config(read_json(folder / "config.json"))
+        return maker(maker.config_class.from_pretrained(folder, local_files_only=True))

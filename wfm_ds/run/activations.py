@@ -1,0 +1,172 @@
+"""Bytes that a family's forwards keep alive, at a recipe's sizes, counted on the meta device: nothing is computed.
+
+The denoiser with its adapters, forward and backward, with and without gradient checkpointing; the VAE both ways. The
+counts are of tensors: what a library takes for itself (workspaces of convolutions, CUDA's context) comes on top.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wfm_ds.engine.flops import on_meta
+from wfm_ds.engine.fp8 import quantise_base
+from wfm_ds.engine.live import LiveBytes, attention_as_on_a_gpu
+from wfm_ds.engine.preparation import DTYPES
+from wfm_ds.engine.work import make_trainable
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.loading import cast_stored_buffers
+from wfm_ds.recipe.deepspeed import policy_copies
+from wfm_ds.recipe.schema import Recipe
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Live bytes of forwards, without the weights and the gradients of weights."""
+
+    inference: int  # the peak of a forward without gradient
+    kept: int = 0  # after a forward with gradient: what its backward pass needs
+    peak: int = 0  # of that forward and its backward pass
+
+
+def shadow_of(model: DiffusionModel, recipe: Recipe, policies: frozenset[str]) -> DiffusionModel:
+    """Copy a family whose denoiser has no adapters yet onto the meta device, ready to train as the recipe says.
+    `policies`: the engine's, each of which is an adapter in a LoRA run."""
+    shadow, dtype = copy.copy(model), DTYPES[recipe.model.dtype]
+    shadow.pipeline = copy.copy(model.pipeline)
+    shadow.pipeline.vae = on_meta(model.pipeline.vae)
+    shadow.bare_denoiser = shadow.denoiser = denoiser = on_meta(model.bare_denoiser)
+    shadow.device, shadow.dtype = META, dtype
+    if recipe.model.base_precision == "fp8":
+        quantise_base(denoiser, model.block_classes, dtype, META)
+    targets = (recipe.lora and recipe.lora.target_modules) or list(model.default_lora_targets)
+    if recipe.lora is not None:
+        shadow.freeze_all_but(targets)
+    make_trainable(denoiser, recipe, targets, sorted(policy_copies(policies, lora=True)))
+    for parameter in shadow.pipeline.vae.parameters():
+        parameter.data = parameter.data.to(DTYPES[recipe.model.vae_dtype])
+    for network in getattr(denoiser, "networks", [denoiser]):
+        cast_stored_buffers(network, dtype)
+    return shadow
+
+
+def denoiser_passes(
+    shadow: DiffusionModel,
+    shape: Sequence[int],
+    batch: int,
+    *,
+    text_dtype: torch.dtype,
+    checkpointing: bool,
+    ranks: int,
+    training: bool = True,
+) -> Passes:
+    """Count one forward of a batch without gradient and, if `training`, one with gradient and its backward.
+
+    shape: of one sample's latents. ranks: that share the tokens of a sample. Everything but the text lies along the
+    tokens, so a rank's bytes are read from the line through two sizes.
+    """
+    module: Any = shadow.bare_denoiser
+    if checkpointing:
+        module.enable_gradient_checkpointing()
+
+    def counted(rows: int) -> Passes:
+        latents = (*shape[:-2], rows, shape[-1])
+        return _passes(shadow, latents, batch, text_dtype, training=training)
+
+    whole = counted(shape[-2])
+    if ranks > 1:
+        rows = _half(shadow, shape)
+        less = counted(rows)
+        share = shape[-2] / ranks
+        whole = Passes(
+            *(
+                round(low + (high - low) * (share - rows) / (shape[-2] - rows))
+                for low, high in zip(astuple(less), astuple(whole), strict=True)
+            )
+        )
+    if checkpointing:
+        module.disable_gradient_checkpointing()
+    return whole
+
+
+def _half(shadow: DiffusionModel, shape: Sequence[int]) -> int:
+    """About half of the rows, as many as make whole patches."""
+    rows = shape[-2]
+    patch = next(p for p in range(1, rows + 1) if shadow.num_tokens((*shape[:-2], p, shape[-1])))
+    return max(patch, rows // 2 // patch * patch)
+
+
+def _passes(
+    shadow: DiffusionModel, shape: Sequence[int], batch: int, text_dtype: torch.dtype, *, training: bool
+) -> Passes:
+    with torch.no_grad(), LiveBytes("meta") as live, attention_as_on_a_gpu():
+        _predict(shadow, shape, batch, text_dtype)
+    inference = live.peak
+    if not training:
+        return Passes(inference)
+    trained: Any = _trained(shadow.bare_denoiser)
+    handles = [parameter.register_post_accumulate_grad_hook(_forget) for parameter in trained]
+    with LiveBytes("meta") as live, attention_as_on_a_gpu():
+        velocity = _predict(shadow, shape, batch, text_dtype)
+        kept = live.now
+        torch.autograd.backward(velocity, torch.empty_like(velocity))
+    for handle in handles:
+        handle.remove()
+    return Passes(inference, kept, live.peak)
+
+
+def _forget(parameter: Tensor) -> None:
+    """The engine reduces a gradient when it is there: it lies in a bucket then, which is counted elsewhere."""
+    parameter.grad = None
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def _predict(shadow: DiffusionModel, shape: Sequence[int], batch: int, text_dtype: torch.dtype) -> Tensor:
+    conditioning = text_rows(shadow.text_shapes(), text_dtype, batch)
+    latents, sigma = torch.empty(batch, *shape, device=META), torch.empty(batch, device=META)
+    return shadow.denoise(latents, sigma, conditioning, 0)  # experts are all alike
+
+
+def decode_bytes(shadow: DiffusionModel, shape: Sequence[int], batch: int) -> int:
+    """The peak of decoding latents of this shape, [batch, *shape]; a guardrail works on the host."""
+    return _peak(lambda: DiffusionModel.decode(shadow, torch.empty(batch, *shape, device=META)))
+
+
+def encode_bytes(shadow: DiffusionModel, pixels: Sequence[int], batch: int) -> int:
+    """The peak of encoding pixels of this shape, [3,H,W] or [3,F,H,W]."""
+    return _peak(lambda: shadow.encode_pixels(torch.empty(batch, *pixels, device=META)))
+
+
+def _peak(work: Callable[[], object]) -> int:
+    with torch.no_grad(), LiveBytes("meta") as live, attention_as_on_a_gpu():
+        work()
+    return int(live.peak)
+
+
+def text_bytes(shapes: Mapping[str, Sequence[int]], text_dtype: torch.dtype) -> int:
+    """One text's conditioning."""
+    return sum(tensor.nbytes for tensor in text_rows(shapes, text_dtype, 1).values())
+
+
+def text_rows(shapes: Mapping[str, Sequence[int]], text_dtype: torch.dtype, batch: int) -> dict[str, Tensor]:
+    """The conditioning of texts, without values."""
+    return {
+        name: torch.empty(batch, *shape, device=META, dtype=torch.int64 if name.endswith("mask") else text_dtype)
+        for name, shape in shapes.items()
+    }
+
+
+def parameter_bytes(module: nn.Module | None) -> int:
+    if module is None:
+        return 0
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))

@@ -1,0 +1,116 @@
+"""Judgement of a memory estimate against a GPU, and the recipe's keys that would lower it."""
+
+from __future__ import annotations
+
+from wfm_ds.monitoring.stopwatch import GIB
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.run.estimate import Estimate
+
+SIZES = (24, 32, 40, 48, 80, 141, 192)  # GB that GPUs are sold with, which is about as many GiB less a twentieth
+USABLE = 0.92  # of a GPU's memory: its context, its libraries' workspaces and gaps between blocks need the rest
+ROOMY = 0.8  # up to this share a batch or a prompt more does not end the run
+
+# Parts of the memory in the order in which lowering them costs least, and the estimate's names of the phases in which
+# activations are largest.
+PARTS = (
+    *("activations", "decoding beside it", "merged weights", "text encoders", "VAE"),
+    *("optimizer states", "policies", "gradients", "weights"),
+)
+SIZE = "sampling.height, width or num_frames"
+PHASES = {
+    **dict.fromkeys(("rollout", "validation"), "sampling"),
+    **dict.fromkeys(("old_forward", "ref_forward", "ema_forward"), "references"),
+}
+
+
+def fits(needed: int, memory: int) -> bool:
+    return needed <= USABLE * memory
+
+
+def smallest_gpu(needed: int) -> int | None:
+    """GB of the smallest usual GPU that has room for so many bytes; None if none has."""
+    return next((size for size in SIZES if fits(needed, size * 10**9)), None)
+
+
+def advice(recipe: Recipe, found: Estimate) -> list[str]:
+    """The keys that lower the peak, those first that act on what is largest there."""
+    phase = found.phases[found.peak_phase]
+    told: list[str] = []
+    for part in sorted(phase, key=lambda name: -phase[name]):
+        told += [key for key in keys_of(part, found.peak_phase, recipe) if key not in told]
+    return told
+
+
+def advice_for(recipe: Recipe, phase: str, num_ranks: int) -> list[str]:
+    """The keys that lower the memory of a run that ran out of it in this phase of the stopwatch ("" for none), with
+    `num_ranks` on a machine: what costs least first, without those that are at their end."""
+    told: list[str] = []
+    for part in PARTS:
+        told += [key for key in keys_of(part, PHASES.get(phase, phase), recipe) if key not in told]
+    at_end = [f"engine.deepspeed: {recipe.engine.deepspeed}"]
+    if recipe.engine.sequence_parallel == num_ranks:
+        at_end += [f"engine.sequence_parallel above {recipe.engine.sequence_parallel}"]
+    return [key for key in told if key not in at_end]
+
+
+def keys_of(part: str, phase: str, recipe: Recipe) -> list[str]:
+    """Name what lowers this part in this phase, the cheapest first."""
+    engine, model, lora = recipe.engine, recipe.model, recipe.lora
+    shorter = ["model.dtype: bfloat16"] if model.dtype == "float32" else []
+    pixels = ["model.vae_dtype: bfloat16"] if model.vae_dtype == "float32" else []
+    adapters = ["a section lora"] if lora is None else [f"lora.rank below {lora.rank}"] if lora.rank > 1 else []
+    if part == "activations":
+        return activation_keys(phase, recipe, shorter, pixels)
+    if part == "decoding beside it" and phase == "sampling":
+        return [*pixels, SIZE]
+    if part == "merged weights" and phase == "sampling" and recipe.is_rl and recipe.rl.rollout.merge_lora:
+        return ["rollout.merge_lora: false"]
+    if part == "VAE":
+        return pixels
+    if part == "weights":
+        return [*shorter, "engine.deepspeed: zero3" if "zero3" not in engine.deepspeed else "more ranks"]
+    if part == "gradients":  # which ZeRO-2 shares out already
+        shared = ["engine.deepspeed: zero2"] if "zero1" in engine.deepspeed else []
+        return [*adapters, *shared, "engine.deepspeed: zero3_offload", "more ranks"]
+    if part in ("optimizer states", "policies"):
+        average = ["no section ema"] if part == "policies" and recipe.ema is not None else []
+        return [*adapters, *average, "engine.deepspeed: zero3_offload", "more ranks"]
+    if part in ("DeepSpeed", "gathered weights"):
+        return ["reduce_bucket_size and stage3_max_reuse_distance of the DeepSpeed JSON"]
+    if part == "text encoders" and phase != "texts":
+        return ["data.cache_text: auto"]
+    if part in ("rollouts", "texts"):
+        return ["rollout.prompts_per_step, or more ranks"] if recipe.is_rl else []
+    return []
+
+
+def activation_keys(phase: str, recipe: Recipe, shorter: list[str], pixels: list[str]) -> list[str]:
+    """Name what lowers the tensors of a forward. shorter: dtypes of the denoiser; pixels: of the VAE."""
+    engine, several = recipe.engine, recipe.engine.micro_batch_size > 1
+    terms = [f"engine.micro_batch_size below {engine.micro_batch_size}"] if several else []
+    if phase == "train":
+        checkpointing = [] if recipe.model.gradient_checkpointing else ["model.gradient_checkpointing: true"]
+        return [*checkpointing, *terms, *shorter, f"engine.sequence_parallel above {engine.sequence_parallel}"]
+    if phase in ("sampling", "references"):
+        keys = []
+        if phase == "sampling":
+            keys += ["sampling.guidance_batch: separate"] if recipe.joint_rows else []
+            keys += ["rollout.cuda_graph: false"] if recipe.is_rl and recipe.rl.rollout.cuda_graph else []
+        batch = [f"engine.max_forward_batch below {engine.max_forward_batch}"] if engine.max_forward_batch > 1 else []
+        return [*keys, *batch, *shorter, f"engine.sequence_parallel above {engine.sequence_parallel}"]
+    if phase in ("decode", "encode"):
+        return [*pixels, *(terms if phase == "encode" else []), SIZE]
+    return []
+
+
+def verdict(recipe: Recipe, found: Estimate, memory: int | None) -> str:
+    """A line of `--check`: whether the peak fits the GPU of `memory` bytes; None: which GPU it needs."""
+    if memory is None:
+        size = smallest_gpu(found.peak)
+        if size is not None:
+            return f"  fits a GPU of {size} GB"
+        return f"  fits no GPU of {SIZES[-1]} GB: change {', '.join(advice(recipe, found))}"
+    of = f"the {memory / GIB:.0f} GiB of this GPU"
+    if fits(found.peak, memory):
+        return f"  fits {of}"
+    return f"  does not fit {of}, of which {USABLE:.0%} are usable: change {', '.join(advice(recipe, found))}"
