@@ -109,9 +109,9 @@ def explore(group_size, steps, regenerate):
 
 
 def trained(folder):
-    """Metrics by line without what only a run that chooses has, and without its forwards."""
+    """Metrics by line without what only a run that chooses has, and without counts of forwards."""
     return [
-        {tag: value for tag, value in line.items() if not tag.startswith((*CHOICES, "perf/forwards_rollout"))}
+        {tag: value for tag, value in line.items() if not tag.startswith((*CHOICES, "perf/forward"))}
         for line in records(folder)
     ]
 
