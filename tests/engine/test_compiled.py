@@ -127,7 +127,9 @@ def test_zero3_is_refused_unless_it_gathers_outside_the_blocks(tiny):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [name if name == "sd3" else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
+)
 def test_compiled_blocks_equal_eager_ones(name, count):
     case, block_classes = CASES[name], families()[FAMILIES[name]].block_classes
     eager = built(case, lora=True, checkpointing=True)
