@@ -11,6 +11,7 @@ import torch
 
 from hub_server import Repo, files_of, hub_server, use
 from wfm_ds.errors import ModelError
+from wfm_ds.generate import main as generate
 from wfm_ds.models import hub, registry
 from wfm_ds.models.empty import load_empty
 
@@ -78,6 +79,29 @@ def test_a_branch_with_a_slash_is_a_revision(site):
     assert registry.resolve(NAME, None, "other/branch").name == site.repos[NAME].commit
     message = refusal(revision="v9")
     assert message == f"{NAME} has no branch, tag or commit v9: change model.revision"
+
+
+def test_pictures_are_drawn_with_a_revision_of_the_hub(site, tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("a cat\n")
+    words = [
+        "--model",
+        NAME,
+        "--prompts",
+        "prompts.txt",
+        "--out",
+        "out",
+        "--steps",
+        "2",
+        "--height",
+        "32",
+        "--width",
+        "32",
+    ]
+    assert generate([*words, "--revision", "v9"]) == 2
+    assert "no branch, tag or commit v9" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert generate([*words, "--revision", "other/branch"]) == 0
+    assert (tmp_path / "out" / "0000.png").is_file()
 
 
 def test_an_unsupported_class_is_refused_before_its_weights_are_fetched(site):

@@ -20,7 +20,7 @@ SAVED = ("state.json", "dataset_info.json")  # what datasets' save_to_disk write
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a folder is read, and the sign that says so."""
+    """Reading of a folder, and the sign that says so."""
 
     reading: Reading
     sign: str
