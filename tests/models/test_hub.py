@@ -53,7 +53,9 @@ def refusal(path=NAME, revision=None):
     return str(raised.value)
 
 
-def test_the_files_of_the_parts_are_fetched_once_and_no_others(site, tmp_path, monkeypatch, tiny_pipelines, caplog):
+def test_the_files_of_the_parts_are_fetched_once_and_no_others(
+    site, tmp_path, monkeypatch, tiny_pipelines, caplog, capfd
+):
     with caplog.at_level(logging.INFO):
         folder = registry.resolve(NAME)
     assert folder.name == site.repos[NAME].commit
@@ -66,6 +68,7 @@ def test_the_files_of_the_parts_are_fetched_once_and_no_others(site, tmp_path, m
     assert registry.resolve(NAME) == folder
     assert not site.sent
     assert "fetch" not in caplog.text
+    assert "%|" not in capfd.readouterr().err  # no progress bar where there is no terminal
     assert hub.origin(folder) == (NAME, folder.name)
     assert hub.name_of(folder) == f"{NAME} @ {folder.name[:7]}"
     num_asked = site.asked

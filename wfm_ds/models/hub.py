@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import ModelError
@@ -78,7 +80,7 @@ def is_commit(revision: str | None) -> bool:
 def index_folder(repo: str, revision: str | None) -> Path:
     """Return the snapshot folder of a revision, in which model_index.json is; its name is the commit. ModelError where
     the hub, or the cache where there is no network, does not have it."""
-    with explained(repo, revision):
+    with explained(repo, revision), bars_on_terminals():
         try:
             return Path(hf_hub_download(repo, INDEX, revision=revision)).parent
         except RemoteEntryNotFoundError:
@@ -91,7 +93,7 @@ def complete(repo: str, folder: Path, index: Mapping[str, Any], *, weights: bool
     commit, parts = folder.name, parts_of(index)
     if is_complete(repo, folder, parts, weights=weights):
         return folder
-    with explained(repo, commit):
+    with explained(repo, commit), bars_on_terminals():
         patterns = ["*.json", *(f"{part}/{files}" for part in parts for files in PART_FILES)]
         found = snapshot_download(repo, revision=commit, allow_patterns=patterns, dry_run=True)
         names = set(wanted([file.filename for file in found], parts, weights=weights))
@@ -170,6 +172,19 @@ def require_space(repo: str, files: Sequence[DryRunFileInfo]) -> None:
 
 def total(files: Sequence[DryRunFileInfo]) -> int:
     return sum(file.file_size or 0 for file in files)
+
+
+@contextmanager
+def bars_on_terminals() -> Iterator[None]:
+    """Show huggingface_hub's progress bars on a terminal alone: elsewhere each of their steps would be a line."""
+    hides = not sys.stderr.isatty() and not are_progress_bars_disabled()
+    if hides:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if hides:
+            enable_progress_bars()
 
 
 @contextmanager
