@@ -153,6 +153,19 @@ def with_users_gpus(argv: list[str], environ: Mapping[str, str]) -> tuple[list[s
     return argv[:at] + argv[at + width :], {NOTE: visible, VISIBLE: ",".join(there[:wanted])}
 
 
+def asked_for_help(argv: Sequence[str]) -> list[str] | None:
+    """A module of ours and its words if they only ask for --help or --version: no job, so no ranks that repeat it."""
+    given, name_at = scan(argv)
+    if "--module" not in given or name_at is None or not argv[name_at].startswith("wfm_ds."):
+        return None
+    shortest = len("--h")
+    asked = any(
+        word == "-h" or (len(word) >= shortest and any(name.startswith(word) for name in ("--help", "--version")))
+        for word in argv[name_at + 1 :]
+    )
+    return list(argv[name_at:]) if asked else None
+
+
 def say(text: str) -> None:
     sys.stderr.write(f"deepspeed (wfm_ds): {text}\n")
     sys.stderr.flush()
@@ -319,6 +332,8 @@ def run(argv: Sequence[str]) -> int:
         lines = [line.split()[0] for line in DEFAULT_HOSTFILE.read_text().splitlines() if line.split()]
         hosts = [name for name in lines if not name.startswith("#")]
         say(f"{DEFAULT_HOSTFILE} exists, so this is a launch on its nodes: {', '.join(hosts)}")
+    if (module := asked_for_help(argv)) is not None:
+        return subprocess.run([sys.executable, "-m", *module]).returncode
     job = plan(argv, os.environ, has_accelerator=accelerator_present(), has_hostfile=has_hostfile)
     return launch(job, grace_s)
 

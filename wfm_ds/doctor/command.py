@@ -14,15 +14,15 @@ from pathlib import Path
 
 from wfm_ds.doctor.finding import Finding
 from wfm_ds.errors import UserError
-from wfm_ds.program import USER_ERROR, program
+from wfm_ds.program import USER_ERROR, Parser, program
 
 MASTER_PORT = 29500  # the launcher's, where several machines must agree on one
 COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="wfm_ds.doctor", description="Check the machine, and what a recipe needs of it, before a run."
+def parser() -> Parser:
+    p = Parser(
+        prog="python -m wfm_ds.doctor", description="Check the machine, and what a recipe needs of it, before a run."
     )
     p.add_argument("recipe", nargs="?", type=Path, help="a YAML recipe; without one, the machine only")
     p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the recipe's")

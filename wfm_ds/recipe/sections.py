@@ -29,8 +29,7 @@ from wfm_ds.recipe.section import (
     UserClass,
     UserPath,
 )
-
-AttentionName = Literal["auto", "native", "cudnn", "flash", "flash3", "sage"]
+from wfm_ds.recipe.stated import AttentionName
 
 
 class RunRecipe(Section):
