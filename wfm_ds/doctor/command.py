@@ -31,6 +31,7 @@ def parser() -> Parser:
     p.add_argument(
         "--master_port", type=int, default=MASTER_PORT, help="port at which ranks meet (default %(default)s)"
     )
+    p.add_argument("--fix", action="store_true", help="only put the deepspeed command of this environment right")
     p.add_argument("--json", action="store_true", help="print JSON")
     return p
 
@@ -43,6 +44,10 @@ def run(args: argparse.Namespace) -> int:
     from wfm_ds.distributed.accelerator import choose_accelerator
     from wfm_ds.distributed.logs import quieten_libraries
 
+    if args.fix:
+        from wfm_ds.doctor.script import fix
+
+        return fix()
     quieten_libraries()
     choose_accelerator()
     found = list(findings(args))
@@ -52,8 +57,10 @@ def run(args: argparse.Namespace) -> int:
 
 def findings(args: argparse.Namespace) -> Iterator[Finding]:
     from wfm_ds.doctor.machine import host_findings, machine_findings, port_finding
+    from wfm_ds.doctor.script import script_finding, scripts_folder
 
     yield from machine_findings()
+    yield script_finding(scripts_folder())
     yield port_finding(args.master_port, is_needed=args.hostfile is not None)
     if args.hostfile is not None:
         try:
