@@ -29,9 +29,9 @@ from wfm_ds.recipe.section import (
     UserClass,
     UserPath,
 )
+from wfm_ds.recipe.stated import AttentionName
 
 BasePrecision = Literal["fp8", "fp8_twice", "int8", "nf4"]
-AttentionName = Literal["auto", "native", "cudnn", "flash", "flash3", "sage"]
 
 
 class RunRecipe(Section):

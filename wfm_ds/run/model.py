@@ -16,7 +16,7 @@ from wfm_ds.models import registry
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.recipe.deepspeed import require_idle_experts
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.recipe.sections import AttentionName
+from wfm_ds.recipe.stated import AttentionName
 from wfm_ds.run.estimate import lora_parameters
 from wfm_ds.ulysses.install import check as check_shareable
 from wfm_ds.ulysses.install import check_shape
