@@ -147,7 +147,9 @@ def test_blocks_on_a_base_in_fewer_bits_are_one_graph_each(precision, count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [name if name == "sd3" else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
+)
 def test_compiled_blocks_equal_eager_ones(name, count):
     case, block_classes = CASES[name], families()[FAMILIES[name]].block_classes
     eager = built(case, lora=True, checkpointing=True)

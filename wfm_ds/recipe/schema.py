@@ -149,7 +149,10 @@ class Recipe(Section):
         algorithm, data = self.algorithm, self.data
         kinds = {
             "prompts": (algorithm.takes_prompts, "data.kind: prompts"),
-            "captioned media": (algorithm.takes_media, "captioned media: data.kind paired, cosmos or webdataset"),
+            "captioned media": (
+                algorithm.takes_media,
+                "captioned media: data.kind folder, paired, cosmos or webdataset",
+            ),
             "pairs": (algorithm.takes_pairs, "data.kind: pairs"),
         }
         fits = [data.kind] if data.kind in kinds else ["captioned media", *(["pairs"] if data.is_own_kind else [])]
@@ -266,7 +269,9 @@ class Recipe(Section):
 def unread_keys(recipe: Recipe) -> list[str]:
     """Keys that this recipe does not read and that have another value than their default, as `section.key`: a resolved
     recipe names all keys."""
-    data = (*OF_MEDIA, "caption_dropout") if recipe.data.kind == "prompts" else OF_PROMPT_SETS
+    data: tuple[str, ...] = (*OF_MEDIA, "caption_dropout") if recipe.data.kind == "prompts" else OF_PROMPT_SETS
+    if recipe.data.kind in ("hf", "folder"):
+        data = tuple(key for key in data if key != "split")
     unread = [("data", key) for key in data]
     if recipe.is_rl:
         unread += [("validation", key) for key in OF_HELD_OUT_MEDIA]

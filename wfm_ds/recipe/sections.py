@@ -29,9 +29,9 @@ from wfm_ds.recipe.section import (
     UserClass,
     UserPath,
 )
+from wfm_ds.recipe.stated import AttentionName
 
 BasePrecision = Literal["fp8", "fp8_twice", "int8", "nf4"]
-AttentionName = Literal["auto", "native", "cudnn", "flash", "flash3", "sage"]
 
 
 class RunRecipe(Section):
@@ -54,7 +54,11 @@ class ModelRecipe(Section):
     """The diffusers pipeline to train."""
 
     path: PossiblePath
-    """A diffusers pipeline folder, or `tiny:FAMILY` for a random tiny pipeline (made once, in the user's cache)."""
+    """A diffusers pipeline folder; `owner/name` of one on the Hugging Face hub, which is fetched to the hub's cache
+    (docs/models.md); or `tiny:FAMILY` for a random tiny pipeline (made once, in the user's cache)."""
+    revision: Annotated[str, Field(min_length=1)] | None = None
+    """Branch, tag or commit of a pipeline of the hub. Unset: main. The run's own recipe.yaml has the commit, which a
+    resumed run takes."""
     family: UserClass | None = None
     """Your own model family, `package.module:Class` (docs/models.md). Unset: the one that serves the pipeline's
     class."""

@@ -16,7 +16,7 @@ from wfm_ds.models import registry
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.recipe.deepspeed import require_idle_experts
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.recipe.sections import AttentionName
+from wfm_ds.recipe.stated import AttentionName
 from wfm_ds.run.estimate import lora_parameters
 from wfm_ds.ulysses.install import check as check_shareable
 from wfm_ds.ulysses.install import check_shape
@@ -25,7 +25,7 @@ from wfm_ds.ulysses.install import check_shape
 def family_of(recipe: Recipe) -> type[DiffusionModel]:
     """The family that serves the recipe's pipeline. Raises ModelError where there is no such folder or family."""
     own = recipe.model.family
-    return registry.family_of(registry.resolve(recipe.model.path, own), own)
+    return registry.family_of(registry.locate(recipe.model.path, own, recipe.model.revision), own)
 
 
 def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
@@ -40,6 +40,7 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
         device=device,
         vae_dtype=DTYPES[settings.vae_dtype],
         own_family=settings.family,
+        revision=settings.revision,
         max_sequence_length=settings.max_sequence_length,
         prompt_template=settings.prompt_template,
         guardrail=settings.guardrail,
