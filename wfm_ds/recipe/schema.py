@@ -223,7 +223,7 @@ class Recipe(Section):
 def unread_keys(recipe: Recipe) -> list[str]:
     """Keys that this recipe does not read and that have another value than their default, as `section.key`: a resolved
     recipe names all keys."""
-    data = (*OF_MEDIA, "caption_dropout") if recipe.data.kind == "prompts" else OF_PROMPT_SETS
+    data: tuple[str, ...] = (*OF_MEDIA, "caption_dropout") if recipe.data.kind == "prompts" else OF_PROMPT_SETS
     if recipe.data.kind in ("hf", "folder"):
         data = tuple(key for key in data if key != "split")
     unread = [("data", key) for key in data]
