@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wfm_ds import __version__
-from wfm_ds.program import program
+from wfm_ds.program import Parser, program
 
 if TYPE_CHECKING:
     from wfm_ds.data.datasets import TrainingData
@@ -37,9 +37,9 @@ log = logging.getLogger("wfm_ds.train")  # run with -m, __name__ is another
 NAMED_FIRST_S = 60.0  # an exchange breaks so much later than the heartbeat can say why
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="wfm_ds.train",
+def parser() -> Parser:
+    p = Parser(
+        prog="python -m wfm_ds.train",
         description="Post-train a diffusers pipeline as a recipe says.",
         epilog="Example: deepspeed --num_gpus 8 -m wfm_ds.train recipes/sd3_nft.yaml run.steps=200",
     )

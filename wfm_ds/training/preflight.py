@@ -13,6 +13,7 @@ from wfm_ds.algorithms import engine_policies
 from wfm_ds.data.datasets import TrainingData, buckets_of, load_data, readable
 from wfm_ds.distributed.accelerator import accelerator_present, uses_cuda
 from wfm_ds.distributed.world import ranks_per_node
+from wfm_ds.engine.packages import require_packages
 from wfm_ds.errors import RecipeError
 from wfm_ds.models.hub import name_of
 from wfm_ds.models.loading import chosen_device
@@ -92,6 +93,7 @@ def preflight(recipe: Recipe, world_size: int) -> TrainingData:
         world_size=world_size,
         ranks_per_node=ranks_per_node(world_size),
     )
+    require_packages(recipe)
     family_of(recipe)
     data = load_data(recipe)
     for doubt in [*recipe.algorithm.doubts(), *choice_doubts(recipe, data)]:
