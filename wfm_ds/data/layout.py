@@ -61,7 +61,7 @@ def missing(folder: Path) -> str:
     """Return the sentence for a folder that does not exist, with the nearest thing that could be meant."""
     shown = shortened(folder)
     if folder.name == "digits":
-        return f"{shown} is not there: python -m wfm_ds.data.digits {shown} makes it"
+        return f"{shown} is not there: wfm data digits {shown} makes it"
     return f"{shown} is no folder here; for a data set of the Hugging Face hub set data.kind: hf {PAGE}"
 
 
