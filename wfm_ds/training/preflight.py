@@ -129,7 +129,7 @@ def report(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> str:
     counts = (
         f"prompts                    {len(data.prompts)}{chosen}"
         if recipe.is_rl
-        else f"samples                    {len(data.samples)} to train on, {len(data.held_out)} held out"
+        else f"samples                    {counted(recipe, data)}"
     )
     lines = [
         f"recipe                     {recipe.algorithm.name}, {'LoRA' if recipe.lora else 'all weights'}",
@@ -143,6 +143,13 @@ def report(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> str:
         "all checks passed",
     ]
     return "\n".join(lines)
+
+
+def counted(recipe: Recipe, data: TrainingData) -> str:
+    """Say how much there is to train on."""
+    if recipe.is_rl:
+        return f"{len(data.prompts)} prompts"
+    return f"{len(data.samples)} samples to train on, {len(data.held_out)} held out"
 
 
 def gpu_memory() -> int | None:
