@@ -71,7 +71,8 @@ setup(
         "reward-ocr": ["rapidocr-onnxruntime>=1.4.4"],
         "reward-http": ["aiohttp>=3.9", "prometheus-client"],  # the service's HTTP port
         "s3": ["s3fs"],
-        "fp8": ["transformer-engine[pytorch]"],  # CUDA machines only
+        "fp8": ["torchao>=0.18"],  # model.fp8_training
+        "low-bit": ["bitsandbytes>=0.50"],  # model.base_precision: nf4, optimizer.name: adamw8bit
         "bench": ["matplotlib"],
         "dev": [
             "matplotlib",

@@ -39,7 +39,7 @@ def parser() -> Parser:
         "--prompts prompts.txt --height 512 --width 512 --out pictures",
     )
     which = p.add_mutually_exclusive_group(required=True)
-    which.add_argument("--model", help="a pipeline folder, or tiny:FAMILY")
+    which.add_argument("--model", help="a pipeline folder, owner/name of the Hugging Face hub, or tiny:FAMILY")
     which.add_argument("--pipeline", metavar="DIR", help="what a full run exported, safetensors/step_N; or s3://...")
     p.add_argument("--lora", metavar="DIR", help="what a LoRA run exported, safetensors/step_N/lora; or s3://...")
     p.add_argument("--prompts", metavar="FILE", type=Path, required=True, help="a prompt a line (.txt), or .jsonl")
@@ -59,6 +59,7 @@ def parser() -> Parser:
     p.add_argument("--seeds", type=natural, nargs="+", default=[0], metavar="SEED", help="each draws every prompt once")
     p.add_argument("--batch", type=positive, default=1, help="samples denoised at once (default 1)")
     p.add_argument("--max-sequence-length", type=positive, metavar="N", help="text tokens (default: the pipeline's)")
+    p.add_argument("--revision", help="branch, tag or commit of a --model of the hub (default main)")
     p.add_argument("--family", metavar="package.module:Class", help="your own model family (docs/models.md)")
     p.add_argument("--prompt-template", choices=["stock", "none"], help="of pipelines that have one")
     p.add_argument("--guardrail", choices=["stock", "off"], default="stock", help="of pipelines that have one")
@@ -201,6 +202,7 @@ def load_sampler(args: argparse.Namespace) -> Sampler:
         device=device,
         vae_dtype=torch.bfloat16 if args.vae_dtype == "bfloat16" else torch.float32,
         own_family=args.family,
+        revision=args.revision,
         max_sequence_length=args.max_sequence_length,
         prompt_template=args.prompt_template,
         guardrail=args.guardrail,

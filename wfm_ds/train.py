@@ -123,6 +123,7 @@ def prepare_and_train(
     from wfm_ds.recipe.derived import num_replicas
     from wfm_ds.run.ending import take_back
     from wfm_ds.run.folder import locked
+    from wfm_ds.run.hub_model import agreed_commit, fetch
     from wfm_ds.run.model import check_attention, load_model
     from wfm_ds.run.out_of_memory import explained
     from wfm_ds.run.stored import open_mirror, opened, require_storage
@@ -131,9 +132,11 @@ def prepare_and_train(
     folder = recipe.run.output_dir
     num_replicas(recipe, world.size, ranks_per_node=ranks_per_node(world.size))
     world = world.in_replicas(recipe.engine.sequence_parallel)
+    recipe = agreed_commit(recipe, world, overwrite=overwrite)
     start = agreed_start(recipe, world, overwrite=overwrite)
     if start.finished:
         return finished_before(recipe, world, start)
+    fetch(recipe, world)
     world.checked(lambda: require_storage(recipe), on="main")
     log.info("reading data %s", recipe.data.path)
     data = read_on_main(world, lambda: preflight(recipe, world.size))
