@@ -134,7 +134,7 @@ def report(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> str:
     counts = (
         f"prompts                    {len(data.prompts)}{chosen}"
         if recipe.is_rl
-        else f"samples                    {counted(recipe, data)}"
+        else f"samples                    {len(data.samples)} to train on, {len(data.held_out)} held out"
     )
     lines = [
         f"recipe                     {recipe.algorithm.name}, {'LoRA' if recipe.lora else 'all weights'}",
