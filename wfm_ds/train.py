@@ -117,6 +117,7 @@ def prepare_and_train(
     Returns what the loop reached and, with checkpoint.storage, what became of the copies.
     """
     from wfm_ds.data.shared import read_on_main
+    from wfm_ds.distributed.lifecycle import seconds_since_start
     from wfm_ds.distributed.logs import setup_logging
     from wfm_ds.distributed.world import ranks_per_node
     from wfm_ds.recipe.derived import num_replicas
@@ -126,7 +127,7 @@ def prepare_and_train(
     from wfm_ds.run.model import check_attention, load_model
     from wfm_ds.run.out_of_memory import explained
     from wfm_ds.run.stored import open_mirror, opened, require_storage
-    from wfm_ds.training.preflight import preflight
+    from wfm_ds.training.preflight import counted, preflight
 
     folder = recipe.run.output_dir
     num_replicas(recipe, world.size, ranks_per_node=ranks_per_node(world.size))
@@ -137,14 +138,18 @@ def prepare_and_train(
         return finished_before(recipe, world, start)
     fetch(recipe, world)
     world.checked(lambda: require_storage(recipe), on="main")
+    log.info("reading data %s", recipe.data.path)
     data = read_on_main(world, lambda: preflight(recipe, world.size))
+    log.info("%s", counted(recipe, data))
     with_advice = functools.partial(explained, world.device, advice_of(recipe, world))
 
     def loaded() -> DiffusionModel:
         with with_advice(lambda: "start"):
             return load_model(recipe, world.device)
 
+    log.info("loading model %s", recipe.model.path)
     model = world.checked(loaded)
+    log.info("model loaded, %.0f s after the start", seconds_since_start())
     world.checked(lambda: check_attention(recipe, model, world.device))
     drawn = [prompt.text for prompt in (*data.prompts, *data.shown)]
     world.checked(lambda: model.check_prompts(drawn[world.rank :: world.size]))

@@ -68,10 +68,8 @@ def named_by(words: Sequence[str]) -> str:
     for count in (2, 1):
         if (name := " ".join(words[:count])) in COMMANDS:
             return name
-    below = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
-    meant = below or difflib.get_close_matches(words[0], COMMANDS, n=2)
-    said = " ".join(words[:2]) if below else words[0]
+    meant = difflib.get_close_matches(words[0], COMMANDS, n=2)
     raise UserError(
-        f"wfm {said}: there is no such command; "
+        f"wfm {words[0]}: there is no such command; "
         + (f"did you mean wfm {' or wfm '.join(meant)}?" if meant else f"they are {', '.join(COMMANDS)}")
     )

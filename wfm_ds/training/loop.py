@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from wfm_ds.distributed.lifecycle import seconds_since_start
 from wfm_ds.errors import RunError
 from wfm_ds.monitoring.meter import Meter
 from wfm_ds.run.job import Job
@@ -49,12 +50,15 @@ class Loop(ABC):
         """Train to the recipe's last step, or until a rank is asked to stop; then save and say `preempted`."""
         job = self.job
         self.begin()
-        stop = job.should_stop()
+        stop, is_first = job.should_stop(), True
         while self.step < job.recipe.run.steps:
             if stop or not self.wait(self.step + 1):
                 self.checkpoints.at_stop(self)
                 return Outcome("preempted", self.step, self.metrics)
             stop = self.advance()
+            if is_first:
+                job.monitor.message(f"the first step was done {seconds_since_start():.0f} s after the start")
+            is_first = False
         return Outcome("finished", self.step, self.metrics)
 
     def advance(self) -> bool:
