@@ -26,8 +26,8 @@ COMMANDS = {
     "doctor": ("wfm_ds.doctor.command", "check this machine, and what a recipe needs of it"),
     "migrate": ("wfm_ds.migrate.command", "translate a configuration of Cosmos-RL into a recipe"),
     "quickstart": ("wfm_ds.quickstart", "train digits from nothing, improve them by RL, show the result"),
-    "data": ("wfm_ds.data.__main__", "show how a folder of captioned media is read, and what it holds"),
-    "data captions": ("wfm_ds.data.captions", "write a caption file for each image and video of a folder"),
+    "data": ("wfm_ds.data.__main__", "show how a folder of images or videos and captions is read"),
+    "data captions": ("wfm_ds.data.captions", "write captions for the images and videos of a folder"),
     "data digits": ("wfm_ds.data.digits", "write the quickstart's digits as a data folder"),
 }
 """What stands behind `wfm`, in the order of its help: the module, and what it does."""

@@ -1,4 +1,4 @@
-"""`python -m wfm_ds.data DIR`: how a folder of captioned media is read, what it holds, and three captions."""
+"""`wfm data DIR` (`python -m wfm_ds.data DIR`): how a folder of media is read, what it holds, and three captions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wfm_ds.program import program
+from wfm_ds.program import Parser, program
 
 if TYPE_CHECKING:
     from wfm_ds.data.samples import SampleSet
@@ -25,9 +25,11 @@ READINGS = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="wfm_ds.data", description="Show how data.kind: folder reads a folder, and three captions of it."
+def parser() -> Parser:
+    p = Parser(
+        prog="wfm data",
+        description="Show how data.kind: folder reads a folder, and three captions of it.",
+        epilog="Example: %(prog)s my_pictures",
     )
     p.add_argument("folder", type=Path, help="a folder with images or videos and their captions (docs/data.md)")
     p.add_argument("--prompt", help="data.prompt: the caption of media that have none")

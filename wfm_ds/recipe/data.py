@@ -11,19 +11,43 @@ from wfm_ds.recipe.section import Decay, Fraction, Section, UserAddress, UserCla
 from wfm_ds.user_class import is_user_class
 
 
+class DataSetRecipe(Section):
+    """One of several data sets."""
+
+    path: UserAddress
+    """As data.path of its kind; one that is relative is below data.path."""
+    weight: PositiveFloat = 1.0
+    """Its share of the draws, relative to the weights of the others."""
+    kind: Literal["folder", "hf", "paired", "cosmos", "webdataset"] = "folder"
+    """As data.kind."""
+    name: Annotated[str, Field(pattern=r"^[^/#\s]+$")] | None = None
+    """What its ids begin with. Unset: the last name in path."""
+    prompt: Annotated[str, Field(min_length=1)] | None = None
+    """As data.prompt."""
+    caption_column: str | None = None
+    """As data.caption_column."""
+    image_column: str | None = None
+    """As data.image_column."""
+    split: str = "train"
+    """hf: the split."""
+
+
 class DataRecipe(Section):
     """Training data: media with captions (SFT, ddrl), pairs of them (DPO), or prompts (RL)."""
 
-    kind: Literal["folder", "hf", "paired", "cosmos", "webdataset", "pairs", "prompts"] | UserClass
+    kind: Literal["folder", "hf", "paired", "cosmos", "webdataset", "sets", "pairs", "prompts"] | UserClass
     """SFT: `folder`, whichever of the layouts of docs/data.md a folder has; `paired`, NAME.txt, or NAME.json with
     `prompt`, beside NAME.png or NAME.mp4; `cosmos`, metas/NAME.txt and videos/NAME.mp4; `webdataset`, tar shards;
     `hf`, a data set of the library datasets, by its id on the Hugging Face hub or on disk;
-    `package.module:Class`, captioned media that a class of your own finds (docs/data.md).
-    DPO: `pairs`, a .jsonl file with `prompt`, `chosen` and `rejected`, or tar shards. RL: `prompts`, a prompt set; ddrl
-    any but pairs."""
+    `sets`, several of these with weights; `package.module:Class`, captioned media that a class of your own finds
+    (docs/data.md). DPO: `pairs`, a .jsonl file with `prompt`, `chosen` and `rejected`, or tar shards. RL: `prompts`, a
+    prompt set; ddrl any but pairs."""
     path: UserAddress | Annotated[list[UserAddress], Field(min_length=1)]
-    """The folder. hf: owner/name, or a folder. webdataset: a tar file, a glob or a range ({000..123}) of them, or a
-    list of these; local or s3://. pairs: the same, or a .jsonl file."""
+    """The folder; sets: the one that relative paths of its sets are below. hf: owner/name, or a folder. webdataset: a
+    tar file, a glob or a range ({000..123}) of them, or a list of these; local or s3://. pairs: the same, or a .jsonl
+    file."""
+    sets: Annotated[list[DataSetRecipe], Field(min_length=1)] | None = None
+    """sets: the data sets that are drawn from, each in the share of its weight (docs/data.md)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """A kind of your own: passed to its constructor. hf: passed to load_dataset, e.g. `name` and `revision`."""
     prompt: Annotated[str, Field(min_length=1)] | None = None
@@ -92,6 +116,20 @@ class DataRecipe(Section):
         """The patterns of webdataset."""
         return [self.path] if isinstance(self.path, str) else list(self.path)
 
+    def parts(self) -> dict[str, tuple[DataRecipe, float]]:
+        """Return the data sets of kind sets by name, each as a recipe of its own, with its weight. Raises ValueError
+        for two of one name, and for keys that do not fit a set's kind."""
+        found: dict[str, tuple[DataRecipe, float]] = {}
+        for one in self.sets or ():
+            name = one.name or one.path.rstrip("/").rpartition("/")[2]
+            if name in found:
+                raise ValueError(f"two sets are called {name}: give one of them another name")
+            path = one.path if "://" in one.path or one.kind == "hf" else str(self.folder / one.path)
+            keys = one.model_dump(include={"kind", "prompt", "caption_column", "image_column", "split"})
+            shared = self.model_dump(include={"max_bad_fraction", "cache_dir"})
+            found[name] = (DataRecipe(path=path, **keys, **shared), one.weight)
+        return found
+
     @property
     def is_own_kind(self) -> bool:
         """The kind is a class of the user's."""
@@ -101,6 +139,9 @@ class DataRecipe(Section):
     def _keys_fit_the_kind(self) -> DataRecipe:
         if self.options and not self.is_own_kind and self.kind != "hf":
             raise ValueError(f"options are for a kind of your own, package.module:Class, not {self.kind}: remove them")
+        if (self.kind == "sets") != (self.sets is not None):
+            raise ValueError("kind sets and the key sets belong together: name both, or neither")
+        self.parts()
         if self.kind != "folder":
             self.require_default("prompt", unless="kind: folder")
         if self.kind not in ("folder", "hf"):
