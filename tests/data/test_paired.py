@@ -255,5 +255,5 @@ def test_neither_side_of_a_small_folder_is_empty(tmp_path, holdout):
 
 def test_digits_that_are_missing_are_answered_with_their_command(tmp_path):
     folder = tmp_path / "digits" / "images"
-    with pytest.raises(DataError, match=f"images is not there: python -m wfm_ds.data.digits {folder.parent} makes it"):
+    with pytest.raises(DataError, match=f"images is not there: wfm data digits {folder.parent} makes it"):
         PairedFolder(folder, max_bad_fraction=0.0)

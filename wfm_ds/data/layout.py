@@ -68,7 +68,7 @@ def missing(folder: Path) -> str:
 def maker_of(folder: Path) -> str | None:
     """Return the command that makes the quickstart's digits where a missing folder is or lies in theirs; else None."""
     root = next((place for place in (folder, folder.parent) if place.name == "digits"), None)
-    return None if root is None else f"python -m wfm_ds.data.digits {shortened(root)}"
+    return None if root is None else f"wfm data digits {shortened(root)}"
 
 
 def cosmos_sign(folder: Path, names: list[str]) -> str | None:
