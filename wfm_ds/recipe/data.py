@@ -11,17 +11,43 @@ from wfm_ds.recipe.section import Decay, Fraction, Section, UserAddress, UserCla
 from wfm_ds.user_class import is_user_class
 
 
-class DataRecipe(Section):
-    """Training data: media with captions (SFT, ddrl), pairs of them (DPO), or prompts (RL)."""
+class PixelsRecipe(Section):
+    """Sizes of images for a vision-language model."""
 
-    kind: Literal["paired", "cosmos", "webdataset", "pairs", "prompts"] | UserClass
+    min: PositiveInt = 3136
+    """Smaller images are enlarged to this many pixels."""
+    max: PositiveInt = 1003520
+    """Larger images, and frames of videos, are reduced to this many."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> PixelsRecipe:
+        if self.min > self.max:
+            raise ValueError(f"min {self.min} is above max {self.max}: raise max")
+        return self
+
+
+class VideoRecipe(Section):
+    """The frames of videos for a vision-language model."""
+
+    fps: PositiveFloat = 1.0
+    """Frames a second that are taken from a video."""
+    max_frames: Annotated[int, Field(ge=2)] = 768
+    """At most this many, further apart in longer videos."""
+    total_pixels: Literal["auto"] | PositiveInt = "auto"
+    """Pixels of all frames together. `auto`: as many as fill 0.9 of `max_tokens` if each were a token of its own."""
+
+
+class DataRecipe(Section):
+    """Training data: media with captions (SFT, ddrl), pairs of them (DPO), prompts (RL), or conversations (vlm_sft)."""
+
+    kind: Literal["paired", "cosmos", "webdataset", "pairs", "prompts", "llava"] | UserClass
     """SFT: `paired`, NAME.json with `prompt` beside NAME.png or NAME.mp4; `cosmos`, metas/NAME.txt and videos/NAME.mp4;
     `webdataset`, tar shards; `package.module:Class`, captioned media that a class of your own finds (docs/data.md).
     DPO: `pairs`, a .jsonl file with `prompt`, `chosen` and `rejected`, or tar shards. RL: `prompts`, a prompt set; ddrl
-    any but pairs."""
+    any but pairs or llava. vlm_sft: `llava`, conversations about images and videos (docs/reasoner.md)."""
     path: UserAddress | Annotated[list[UserAddress], Field(min_length=1)]
     """The folder. webdataset: a tar file, a glob or a range ({000..123}) of them, or a list of these; local or s3://.
-    pairs: the same, or a .jsonl file."""
+    pairs: the same, or a .jsonl file. llava: the annotations, a .json or .jsonl file, a folder or a list of them."""
     options: dict[str, Any] = Field(default_factory=dict)
     """A kind of your own: passed to its constructor."""
     name: str = "prompts"
@@ -71,6 +97,22 @@ class DataRecipe(Section):
     """Keep the latents of all training media in cache_dir. Needs the same pixels in every epoch: clip and crop
     `centre`."""
 
+    media_path: UserAddress | None = None
+    """llava: the folder that the media of the annotations are relative to. Unset: they have absolute paths."""
+    system_prompt: str | None = None
+    """llava: the system turn of conversations that have none. Unset: what the model's chat template does then."""
+    max_tokens: Annotated[int, Field(ge=16)] = 4096
+    """llava: tokens of a row, and of the longest conversation."""
+    too_long: Literal["skip", "truncate_answer"] = "skip"
+    """llava: conversations of more than max_tokens: left out and counted, or cut at their end, where the last answer
+    is. Images and videos are never cut."""
+    pack: bool = True
+    """llava: fill rows with several conversations, which do not see each other."""
+    pixels: PixelsRecipe = PixelsRecipe()
+    """llava: sizes of images."""
+    video: VideoRecipe = VideoRecipe()
+    """llava: frames of videos."""
+
     @property
     def folder(self) -> Path:
         """The path of the kinds that read one folder."""
@@ -91,10 +133,10 @@ class DataRecipe(Section):
     def _keys_fit_the_kind(self) -> DataRecipe:
         if self.options and not self.is_own_kind:
             raise ValueError(f"options are for a kind of your own, package.module:Class, not {self.kind}: remove them")
-        many = self.kind in ("webdataset", "pairs") or self.is_own_kind
+        many = self.kind in ("webdataset", "pairs", "llava") or self.is_own_kind
         if not many and (not isinstance(self.path, str) or "://" in self.path):
             raise ValueError(
-                f"kind {self.kind} reads one folder of this machine: lists and URLs are for webdataset and pairs"
+                f"kind {self.kind} reads one folder of this machine: lists and URLs are for webdataset, pairs and llava"
             )
         if self.kind == "pairs" and (len(self.shards) > 1 or "://" in self.shards[0]):
             tables = [path for path in self.shards if path.lower().endswith(".jsonl")]

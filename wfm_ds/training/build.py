@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from wfm_ds.algorithms import RlAlgorithm, build_rl, build_supervised, engine_policies
 from wfm_ds.data.datasets import TrainingData, batch_source, buckets_of, log_rejected, readable
 from wfm_ds.data.prompts import PromptOrder
 from wfm_ds.data.replica import chosen_once
+from wfm_ds.data.shared import read_on_main
 from wfm_ds.data.spread import SpreadTable
 from wfm_ds.distributed.lifecycle import StopFlag
 from wfm_ds.distributed.world import World
@@ -28,9 +30,11 @@ from wfm_ds.rollout.rewards import RewardClient, RewardService
 from wfm_ds.rollout.source import async_source
 from wfm_ds.run.folder import Start
 from wfm_ds.run.job import Job
+from wfm_ds.run.model import check_attention, load_model
 from wfm_ds.training.caches import latent_cache
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
+from wfm_ds.training.preflight import preflight
 from wfm_ds.training.rl import RlLoop
 from wfm_ds.training.sft import SftLoop, ValidationLoss, clean_latents
 from wfm_ds.training.texts_ahead import texts_of
@@ -43,6 +47,8 @@ if TYPE_CHECKING:
     from wfm_ds.training.loop import Loop
 
 log = logging.getLogger(__name__)
+
+Advised = Callable[[Callable[[], str]], contextlib.AbstractContextManager[None]]
 
 
 def freeze_base(model: DiffusionModel, recipe: Recipe) -> None:
@@ -112,17 +118,40 @@ def open_job(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A model and its data, before anything is written."""
+
+    model: DiffusionModel
+    data: TrainingData
+
+
+def prepare(recipe: Recipe, world: World, advised: Advised) -> Ready:
+    """Check the recipe, find the data and load the model, held to the recipe. Collective."""
+    data = read_on_main(world, lambda: preflight(recipe, world.size))
+
+    def loaded() -> DiffusionModel:
+        with advised(lambda: "start"):
+            return load_model(recipe, world.device)
+
+    model: DiffusionModel = world.checked(loaded)
+    world.checked(lambda: check_attention(recipe, model, world.device))
+    drawn = [prompt.text for prompt in (*data.prompts, *data.shown)]
+    world.checked(lambda: model.check_prompts(drawn[world.rank :: world.size]))
+    return Ready(model, data)
+
+
 def build_loop(
     recipe: Recipe,
     world: World,
     stop: StopFlag,
-    model: DiffusionModel,
-    data: TrainingData,
+    ready: Ready,
     start: Start,
     mirror: Mirror | None,
     resources: ExitStack,
 ) -> Loop:
     """The recipe's loop with all that it uses, before its first step; `resources` ends what it started. Collective."""
+    model, data = ready.model, ready.data
     algorithm = rl_algorithm(recipe, model)
     endpoint = resources.enter_context(reward_endpoint(recipe, world))  # it loads while the engine is built
     job = open_job(recipe, world, stop, model, data, start, mirror, resources)

@@ -49,6 +49,8 @@ DISTANCE_EVERY = 10
 class RlLoop(Loop):
     """One step is one RL step: samples of `source`, their rewards, and `updates_per_step` optimizer steps."""
 
+    job: Job
+
     def __init__(
         self,
         job: Job,

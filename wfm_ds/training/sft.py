@@ -59,6 +59,8 @@ class NoisedBatch:
 class SftLoop(Loop):
     """One step is one optimizer step of a supervised algorithm on a batch of `source`."""
 
+    job: Job
+
     def __init__(
         self,
         job: Job,
