@@ -56,6 +56,8 @@ TWINS = {
     "wan_nft": "wan_nft",
     "wan22_sft_lora": "wan22_sft_lora",
     "sd3_dpo": "sd3_dpo",
+    "reason_llava_sft": "reason_llava_sft",
+    "reason_llava_sft_lora": "reason_llava_sft_lora",
 }
 # algorithm: the tiny recipe whose settings it has on every family. AWM and RAM are nft with a loss of their own.
 BASE = {"sft": "wan_sft_lora", "dpo": "sd3_dpo", "nft": "sd3_nft", "flow_grpo": "sd3_flow_grpo", "ddrl": "sd3_ddrl"}

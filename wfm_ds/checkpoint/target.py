@@ -27,7 +27,7 @@ WEIGHTS = "diffusion_pytorch_model"  # the stem that diffusers looks for
 
 
 class ExportNote(Protocol):
-    """What a checkpoint says about the exports that can be made of it."""
+    """The note of a checkpoint about the exports that can be made of it."""
 
     @property
     def base(self) -> Path:

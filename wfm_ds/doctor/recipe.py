@@ -63,7 +63,7 @@ def recipe_findings(recipe: Recipe, world_size: int) -> Iterator[Finding]:
 
 
 def places(recipe: Recipe, world_size: int) -> Iterator[Finding]:
-    """What holds of the folder and the storage that the run would write to."""
+    """Yield findings about the folder and the storage that the run would write to."""
     yield attempt("output", lambda: preflight.beginning(find_start(recipe, world_size)))
     if recipe.checkpoint.storage is not None:
         yield attempt("storage", lambda: storage_text(recipe), STORAGE_ADVICE)

@@ -53,7 +53,7 @@ Part: TypeAlias = str | Medium
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one side says: texts and media in their order."""
+    """Texts and media that one side says, in their order."""
 
     role: Role
     parts: tuple[Part, ...]

@@ -43,7 +43,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class LanguageData:
-    """What a run trains on, what it holds out, and how many rows it cannot use."""
+    """Conversations that a run trains on and holds out, and the number of rows that it cannot use."""
 
     training: Measured
     held_out: Measured
@@ -130,8 +130,8 @@ def load_conversations(recipe: Recipe, reader: SampleReader, world: World) -> La
 
 
 def divided(whole: Measured, share: float) -> tuple[Measured, Measured]:
-    """What is trained on, and what is held out: by a hash of the id, the same in every run. From two conversations on
-    neither is empty, unless the share is 0."""
+    """Return what is trained on and what is held out: by a hash of the id, the same in every run. From two
+    conversations on neither is empty, unless the share is 0."""
     draws = [uniform(0, "holdout", conversation.id) for conversation in whole.conversations]
     if share == 0 or len(draws) < 2:
         return whole, Measured([], [])

@@ -51,7 +51,7 @@ class LanguageTarget:
 
     @classmethod
     def of(cls, network: nn.Module, base: Path) -> LanguageTarget:
-        """Of a network that is still whole."""
+        """Make the target of a network that is still whole."""
         names = {name for name, _ in network.named_parameters()}
         stored = network.state_dict()
         parameters = set(dict(network.named_parameters(remove_duplicate=False)))

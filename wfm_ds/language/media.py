@@ -26,7 +26,7 @@ MIN_FRAMES = 2
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """What the tokens of a medium depend on."""
+    """Facts about a medium that its tokens depend on."""
 
     kind: Kind
     num_tokens: int  # of an image, or of the frames of a video that are one token in time
@@ -66,7 +66,7 @@ class MediaReader:
         self._total = int(0.9 * data.max_tokens * (self.patch * self.merge) ** 2) if total == "auto" else total
 
     def sized(self, medium: Medium) -> Sized:
-        """What is known of a medium without its pixels."""
+        """Return what is known of a medium without its pixels."""
         file = LocalFile(medium.address)
         if medium.kind == "image":
             return Sized("image", self._tokens(file, *image_size(file), self._pixels.max))

@@ -29,7 +29,7 @@ LOSS_CHUNK = 1024  # tokens whose logits are float32 at the same time
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a forward says of the tokens that were to predict."""
+    """The outcome of a forward for the tokens that were to predict."""
 
     losses: Tensor  # [N] float32, cross-entropy of each
     hits: Tensor  # [N] float32, 1 where the likeliest token was right
@@ -60,7 +60,7 @@ class LanguageModel:
 
     @property
     def timed_frames(self) -> bool:
-        """Whether the frames of a video have their times written between them."""
+        """True if the frames of a video have their times written between them."""
         return str(self.config.model_type).startswith("qwen3")
 
     @property
@@ -112,7 +112,7 @@ class LanguageModel:
 
 
 def part_of(name: str) -> str:
-    """Which part a parameter belongs to: vision, merger or language."""
+    """Return the part that a parameter belongs to: vision, merger or language."""
     if MERGERS.match(name):
         return "merger"
     return "vision" if name.startswith(VISION) else "language"

@@ -74,7 +74,7 @@ class Renderer:
             raise ModelError(f"the chat template of {self.tokenizer.name_or_path} fails: {error}") from error
 
     def _answers(self, conversation: Conversation, text: str) -> list[tuple[int, int]]:
-        """Where in the text the answers are, each with the mark that ends it."""
+        """Find the answers in the text, each with the mark that ends it."""
         turns = conversation.turns
         places = [i for i, turn in enumerate(turns) if turn.role == "assistant"]
         spans = []

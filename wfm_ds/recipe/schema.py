@@ -262,7 +262,7 @@ def unread_keys(recipe: Recipe) -> list[str]:
 
 
 def unread_of(recipe: Recipe, keys: Sequence[tuple[str, str]]) -> list[str]:
-    """Those of these keys that are set."""
+    """List those of these keys that are set."""
     return [f"{section}.{key}" for section, key in keys if getattr(recipe, section).changed(key)]
 
 

@@ -71,7 +71,7 @@ class CommonJob(ABC):
     @property
     @abstractmethod
     def export_note(self) -> ExportNote:
-        """What exports are made of besides the engine's weights."""
+        """The note that exports are made by, besides the engine's weights."""
 
     @abstractmethod
     def export(self, out: Path) -> Path:

@@ -56,7 +56,7 @@ def settings_of(recipe: Recipe) -> VlmSftAlgorithm:
 
 
 def reader_of(recipe: Recipe, model: LanguageModel) -> SampleReader:
-    """What makes samples of the recipe's conversations for this model."""
+    """Make the reader of the recipe's conversations for this model."""
     return SampleReader(
         Renderer(model.tokenizer, train_on=settings_of(recipe).train_on),
         MediaReader(model.image_processor, recipe.data),

@@ -17,7 +17,7 @@ from wfm_ds.training.outcome import FiniteSteps, StepReport, finish_step
 
 
 class Evaluation(Protocol):
-    """What a loop evaluates at its times (validation.py). Every rank calls every method at the same step."""
+    """The evaluations of a loop at their times (validation.py). Every rank calls every method at the same step."""
 
     def at_start(self, step: int) -> None: ...
 

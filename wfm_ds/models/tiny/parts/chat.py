@@ -1,4 +1,4 @@
-"""What tiny vision-language models talk with: a chat template in Qwen's format, and the model with its processors."""
+"""Parts of tiny vision-language models: a chat template in Qwen's format, and the model with its processors."""
 
 from __future__ import annotations
 
