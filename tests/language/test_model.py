@@ -164,6 +164,19 @@ def test_each_conversation_counts_alike_if_asked(model, squares):
     assert sums == pytest.approx([1.0, 1.0, 1.0])
 
 
+def test_losses_by_chunks_are_those_of_all_logits_at_once(monkeypatch):
+    monkeypatch.setattr(language_model, "LOSS_CHUNK", 3)
+    logits = torch.randn(8, 11, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    whole = logits.detach().clone().requires_grad_()
+    targets = torch.arange(8)
+    found = language_model.scored(logits, targets)
+    losses = torch.nn.functional.cross_entropy(whole.float(), targets, reduction="none")
+    assert torch.equal(found.losses, losses)
+    found.losses.sum().backward()
+    losses.sum().backward()
+    assert torch.equal(logits.grad, whole.grad)
+
+
 def test_an_image_is_what_the_image_processor_makes_of_it(model, squares):
     from PIL import Image
 

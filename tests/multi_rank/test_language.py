@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
 
 from multi_rank.resuming import ROOT, train_on_rank
 from multi_rank.resuming import records as all_records
@@ -13,6 +14,8 @@ from wfm_ds.data.squares import write_squares
 from wfm_ds.recipe import file as recipe_file
 
 STEPS = 5
+# Of gradients that are zero but for rounding (those of the biases of keys) AdamW makes whole steps with a small eps.
+EPS = "optimizer.eps=1e-3"
 COMMON = [f"run.steps={STEPS}", "logging.console=false", "engine.guard=true", "validation.num_images=3"]
 
 
@@ -47,8 +50,11 @@ def records(folder):
 
 
 def weights(folder, step=STEPS):
-    (file,) = (folder / "safetensors" / f"step_{step}").rglob("*.safetensors")
-    return load_file(file)
+    exported = folder / "safetensors" / f"step_{step}"
+    if (exported / "lora").exists():
+        return load_file(exported / "lora" / "adapter_model.safetensors")
+    network = AutoModelForImageTextToText.from_pretrained(exported)
+    return {name: parameter.detach() for name, parameter in network.named_parameters()}
 
 
 def by_hand(arguments):
@@ -118,11 +124,11 @@ def largest_difference(found, wanted):
 
 
 def test_five_steps_are_those_of_a_plain_loop_over_transformers(one_rank, data, tmp_path):
-    changes = ["optimizer.lr=1e-3", "optimizer.schedule=constant", "engine.gradient_accumulation=2"]
+    changes = ["optimizer.lr=1e-2", EPS, "optimizer.schedule=constant", "engine.gradient_accumulation=2"]
     arguments = settings(data, tmp_path / "run", *changes, "checkpoint.every=5")
     one_rank.run(train_on_rank, **arguments)
     wanted, loss = by_hand(arguments)
-    assert largest_difference(weights(tmp_path / "run"), wanted) < 1e-5
+    assert largest_difference(weights(tmp_path / "run"), wanted) < 1e-6
     steps = [record for record in records(tmp_path / "run") if "vlm/loss" in record]
     assert sum(step["vlm/loss"] for step in steps) / STEPS == pytest.approx(loss, abs=1e-5)
 
@@ -139,14 +145,15 @@ def test_five_steps_are_those_of_a_plain_loop_over_transformers(one_rank, data, 
 )
 def test_two_ranks_train_what_one_does(one_rank, two_ranks, data, tmp_path, family, stage):
     """Some rows have images and others none: at ZeRO-3 a rank that skipped the vision tower would hang the other."""
-    same = ["optimizer.lr=1e-3", "run.steps=3", "data.max_tokens=64", "validation.every=2"]
+    same = ["optimizer.lr=1e-2", EPS, "run.steps=3", "data.max_tokens=64", "validation.every=2"]
     one, two = tmp_path / "one", tmp_path / "two"
     model = f"tiny:{family}"
     accumulated = ["engine.micro_batch_size=2", "engine.gradient_accumulation=2"]
     one_rank.run(train_on_rank, **settings(data, one, *same, *accumulated, model=model))
     shared = ["engine.micro_batch_size=1", "engine.gradient_accumulation=2", f"engine.deepspeed={stage}"]
+    shared.append("model.gradient_checkpointing=true")
     two_ranks.run(train_on_rank, **settings(data, two, *same, *shared, model=model))
-    assert largest_difference(weights(two, 3), weights(one, 3)) < 1e-5
+    assert largest_difference(weights(two, 3), weights(one, 3)) < 1e-6
     for a, b in zip(records(one), records(two), strict=True):
         for tag in a.keys() & {"vlm/loss", "vlm/token_accuracy", "vlm/labelled_tokens", "val/loss"}:
             assert a[tag] == pytest.approx(b[tag], abs=1e-5)

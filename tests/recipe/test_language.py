@@ -40,7 +40,9 @@ def test_a_recipe_of_a_language_model_has_no_sampling_and_its_dump_none_either(l
     [
         ("sampling.height=64", "vlm_sft does not read the section sampling: remove it"),
         ("rollout.group_size=4", "vlm_sft does not read the section rollout: remove it"),
-        ("data.kind=paired", "lists and URLs are for webdataset, pairs and llava"),
+        ("data.kind=paired", "lists and URLs are for webdataset and pairs"),
+        ("data.media_path=s3://bucket/media", "reads annotations and media of this machine"),
+        ("data.path=[s3://bucket/a.json]", "reads annotations and media of this machine"),
         ("data.fps=8", "vlm_sft with data.kind llava does not read data.fps: remove it"),
         ("data.caption_dropout=0.1", "does not read data.caption_dropout: remove it"),
         ("validation.prompts=a.txt", "does not read validation.prompts: remove it"),

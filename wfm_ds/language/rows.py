@@ -111,10 +111,9 @@ class SampleReader:
 
     def blank(self, kind: Kind) -> Sample:
         """A conversation of one image or video of one token, with nothing to predict."""
-        size = Sized(kind, 1, (0.0,) if kind == "video" else (), 1.0)
         text = f"{LEFT}{self._renderer.pads[kind]}{RIGHT}"
         ids = list(self._renderer.tokenizer(text, add_special_tokens=False)["input_ids"])
-        seconds = [size.seconds_per_time] if kind == "video" else []
+        seconds = [1.0] if kind == "video" else []
         return Sample("", Tokens(ids, [IGNORED] * len(ids)), [(kind, self._media.blank(kind))], seconds)
 
     def _expansion(self, medium: Sized) -> str:

@@ -136,8 +136,10 @@ class DataRecipe(Section):
         many = self.kind in ("webdataset", "pairs", "llava") or self.is_own_kind
         if not many and (not isinstance(self.path, str) or "://" in self.path):
             raise ValueError(
-                f"kind {self.kind} reads one folder of this machine: lists and URLs are for webdataset, pairs and llava"
+                f"kind {self.kind} reads one folder of this machine: lists and URLs are for webdataset and pairs"
             )
+        if self.kind == "llava" and any("://" in path for path in (*self.shards, self.media_path or "")):
+            raise ValueError("kind llava reads annotations and media of this machine: copy them, and name the folders")
         if self.kind == "pairs" and (len(self.shards) > 1 or "://" in self.shards[0]):
             tables = [path for path in self.shards if path.lower().endswith(".jsonl")]
             if tables:

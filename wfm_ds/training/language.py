@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from wfm_ds.chunks import chunks
+from wfm_ds.language.annotations import BadConversation, Conversation
 from wfm_ds.language.data import Measured
 from wfm_ds.language.export import LanguageTarget, export_language, loading_lines
 from wfm_ds.language.model import LanguageModel
@@ -23,6 +25,8 @@ from wfm_ds.training.exporter import Exporter
 from wfm_ds.training.loop import Loop
 from wfm_ds.training.outcome import StepReport, engine_metrics
 from wfm_ds.training.validation import due
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -155,7 +159,7 @@ class HeldOut:
     """The loss and the accuracy on conversations held out, the same rows at every step and number of ranks."""
 
     def __init__(self, job: LanguageJob, reader: SampleReader, data: Measured) -> None:
-        """Read them all, and keep them. Raises BadConversation for one that cannot be read."""
+        """Read this rank's share, and keep it. What cannot be read is left out."""
         self.job, self.last = job, dict[str, float]()
         self._evaluated_at = -1
         rows = packed(data.lengths, job.recipe.data.max_tokens)
@@ -163,7 +167,8 @@ class HeldOut:
         mine = range(world.rank, math.ceil(len(rows) / world.size) * world.size, world.size)
         # Blank rows where others have one more: a forward needs all ranks.
         self._rows = [
-            job.maker.row([reader.read(data.conversations[i]) for i in rows[k]] if k < len(rows) else []) for k in mine
+            job.maker.row(readable(reader, [data.conversations[i] for i in rows[k]] if k < len(rows) else []))
+            for k in mine
         ]
 
     def at_start(self, step: int) -> None:
@@ -200,6 +205,8 @@ class HeldOut:
                 sums["hits"] += float(found.hits.sum())
                 sums["tokens"] += len(row.kept)
         totals = job.world.sums(sums)
+        if not totals["tokens"]:
+            return
         self.last = {
             "val/loss": totals["loss"] / totals["tokens"],
             "val/token_accuracy": totals["hits"] / totals["tokens"],
@@ -207,3 +214,14 @@ class HeldOut:
         job.monitor.scalars(step, self.last)
         shown = ", ".join(f"{name} {value:.4f}" for name, value in self.last.items())
         job.monitor.message(f"step {step}: {shown}")
+
+
+def readable(reader: SampleReader, conversations: Sequence[Conversation]) -> list[Sample]:
+    """Read these conversations but those whose media cannot be read, which are logged."""
+    found = []
+    for conversation in conversations:
+        try:
+            found.append(reader.read(conversation))
+        except BadConversation as error:
+            log.warning("left out of validation: %s", error)
+    return found
