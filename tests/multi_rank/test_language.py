@@ -145,7 +145,7 @@ def test_five_steps_are_those_of_a_plain_loop_over_transformers(one_rank, data, 
 )
 def test_two_ranks_train_what_one_does(one_rank, two_ranks, data, tmp_path, family, stage):
     """Some rows have images and others none: at ZeRO-3 a rank that skipped the vision tower would hang the other."""
-    same = ["optimizer.lr=1e-2", EPS, "run.steps=3", "data.max_tokens=64", "validation.every=2"]
+    same = ["optimizer.lr=1e-2", EPS, "run.steps=3", "data.max_tokens=96", "validation.every=2"]
     one, two = tmp_path / "one", tmp_path / "two"
     model = f"tiny:{family}"
     accumulated = ["engine.micro_batch_size=2", "engine.gradient_accumulation=2"]
@@ -163,7 +163,7 @@ def test_two_ranks_train_what_one_does(one_rank, two_ranks, data, tmp_path, fami
 def test_a_stopped_and_continued_run_equals_one_that_was_never_stopped(two_ranks, data, tmp_path, name):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     model = "tiny:qwen3vl" if name.endswith("lora") else "tiny:qwen25vl"
-    changes = ["validation.every=2", "data.max_tokens=64"]
+    changes = ["validation.every=2", "data.max_tokens=96"]
     two_ranks.run(train_on_rank, **settings(data, whole, *changes, name=name, model=model))
     for result in two_ranks.run(train_on_rank, **settings(data, parts, *changes, name=name, model=model), stop_at=2):
         assert (result["status"], result["step"]) == ("preempted", 2)
