@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from wfm_ds.recipe.algorithms import Algorithm, RlSections, RlSettings, SupervisedSettings
+from wfm_ds.recipe.algorithms import Algorithm, RlSections, RlSettings, SupervisedSettings, VlmSftAlgorithm
 from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.recipe.section import Section
@@ -88,6 +88,14 @@ class Recipe(Section):
         own bug."""
         if not isinstance(self.algorithm, SupervisedSettings):
             raise TypeError(f"algorithm {self.algorithm.name} is not supervised: ask recipe.is_rl first")
+        return self.algorithm
+
+    @property
+    def language(self) -> VlmSftAlgorithm:
+        """The settings of an algorithm that trains a language model. Raises TypeError for another recipe, which is our
+        own bug."""
+        if not isinstance(self.algorithm, VlmSftAlgorithm):
+            raise TypeError(f"algorithm {self.algorithm.name} trains no language model: ask trains_language first")
         return self.algorithm
 
     @property

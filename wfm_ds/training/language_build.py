@@ -24,7 +24,6 @@ from wfm_ds.language.render import Renderer
 from wfm_ds.language.rows import RowMaker, SampleReader
 from wfm_ds.language.source import RowSource
 from wfm_ds.monitoring.monitor import Monitor
-from wfm_ds.recipe.algorithms import VlmSftAlgorithm
 from wfm_ds.recipe.deepspeed import deepspeed_config
 from wfm_ds.recipe.derived import derive
 from wfm_ds.recipe.schema import Recipe
@@ -50,15 +49,10 @@ class Ready:
     data: LanguageData
 
 
-def settings_of(recipe: Recipe) -> VlmSftAlgorithm:
-    assert isinstance(recipe.algorithm, VlmSftAlgorithm)
-    return recipe.algorithm
-
-
 def reader_of(recipe: Recipe, model: LanguageModel) -> SampleReader:
     """Make the reader of the recipe's conversations for this model."""
     return SampleReader(
-        Renderer(model.tokenizer, train_on=settings_of(recipe).train_on),
+        Renderer(model.tokenizer, train_on=recipe.language.train_on),
         MediaReader(model.image_processor, recipe.data),
         timed_frames=model.timed_frames,
         max_tokens=recipe.data.max_tokens,
@@ -100,7 +94,7 @@ def build_loop(
     resources: ExitStack,
 ) -> Loop:
     """The loop with all that it uses, before its first step; `resources` ends what it started. Collective."""
-    model, data, settings = ready.model, ready.data, settings_of(recipe)
+    model, data, settings = ready.model, ready.data, recipe.language
     derived = derive(recipe, world.size)
     # Media of every kind that the data has, in every row: else the tower would run on some ranks and not on others.
     kinds = [kind for kind in KINDS if kind in data.kinds] or ["image"]
@@ -156,7 +150,7 @@ def build_engine(recipe: Recipe, world: World, model: LanguageModel) -> Denoiser
         policies=engine_policies(recipe),
         accumulation=derived.accumulation,
         total_updates=derived.total_updates,
-        frozen=model.frozen(settings_of(recipe).freeze),
+        frozen=model.frozen(recipe.language.freeze),
         counts_work=False,
     )
     model.forward_module = engine.forward_module
