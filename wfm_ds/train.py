@@ -133,8 +133,7 @@ def prepare_and_train(
         return finished_before(recipe, world, start)
     world.checked(lambda: require_storage(recipe), on="main")
     kind: Any = language_build if recipe.algorithm.trains_language else build
-    ready = kind.prepare(recipe, world, with_advice(recipe, world))
-    build_loop = functools.partial(kind.build_loop, recipe, world, stop, ready)
+    build_loop = kind.prepare(recipe, world, stop, with_advice(recipe, world))
     with contextlib.ExitStack() as held:
         world.checked(lambda: held.enter_context(locked(folder)), on="main")
         # Once more: until the folder was locked, another start of this run may have gone on in it.
@@ -149,7 +148,7 @@ def prepare_and_train(
             return train(recipe, world, build_loop, start, mirror, ending)
 
 
-def with_advice(recipe: Recipe, world: World) -> Callable[[Callable[[], str]], AbstractContextManager[None]]:
+def with_advice(recipe: Recipe, world: World) -> Callable[[Callable[[], str | None]], AbstractContextManager[None]]:
     """Contexts that say, of memory that does not suffice inside, which keys to change."""
     from wfm_ds.run.out_of_memory import explained
 

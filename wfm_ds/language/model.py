@@ -122,7 +122,7 @@ def scored(logits: Tensor, targets: Tensor) -> Prediction:
     """Compare logits [N, V] with the tokens [N] that were right, in float32, a chunk at a time: the backward pass makes
     each chunk's float32 logits again instead of keeping them."""
     losses: list[Tensor] = []
-    for part, right in zip(logits.split(LOSS_CHUNK), targets.split(LOSS_CHUNK), strict=True):
+    for part, right in zip(torch.split(logits, LOSS_CHUNK), torch.split(targets, LOSS_CHUNK), strict=True):
         if torch.is_grad_enabled() and logits.dtype != torch.float32:
             losses.append(torch.utils.checkpoint.checkpoint(_losses, part, right, use_reentrant=False))
         else:

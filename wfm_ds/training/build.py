@@ -7,7 +7,6 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from wfm_ds.algorithms import RlAlgorithm, build_rl, build_supervised, engine_policies
@@ -44,11 +43,11 @@ if TYPE_CHECKING:
     from wfm_ds.rollout.base import Source
     from wfm_ds.rollout.groups import GroupSource
     from wfm_ds.run.mirror import Mirror
-    from wfm_ds.training.loop import Loop
 
 log = logging.getLogger(__name__)
 
-Advised = Callable[[Callable[[], str]], contextlib.AbstractContextManager[None]]
+Advised = Callable[[Callable[[], str | None]], contextlib.AbstractContextManager[None]]
+DiffusionLoop = RlLoop | SftLoop
 
 
 def freeze_base(model: DiffusionModel, recipe: Recipe) -> None:
@@ -118,16 +117,11 @@ def open_job(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """A model and its data, before anything is written."""
-
-    model: DiffusionModel
-    data: TrainingData
-
-
-def prepare(recipe: Recipe, world: World, advised: Advised) -> Ready:
-    """Check the recipe, find the data and load the model, held to the recipe. Collective."""
+def prepare(
+    recipe: Recipe, world: World, stop: StopFlag, advised: Advised
+) -> Callable[[Start, Mirror | None, ExitStack], DiffusionLoop]:
+    """Check the recipe, find the data and load the model, held to the recipe; before anything is written. Collective.
+    Returns `build_loop` but for its last arguments."""
     data = read_on_main(world, lambda: preflight(recipe, world.size))
 
     def loaded() -> DiffusionModel:
@@ -138,20 +132,20 @@ def prepare(recipe: Recipe, world: World, advised: Advised) -> Ready:
     world.checked(lambda: check_attention(recipe, model, world.device))
     drawn = [prompt.text for prompt in (*data.prompts, *data.shown)]
     world.checked(lambda: model.check_prompts(drawn[world.rank :: world.size]))
-    return Ready(model, data)
+    return functools.partial(build_loop, recipe, world, stop, model, data)
 
 
 def build_loop(
     recipe: Recipe,
     world: World,
     stop: StopFlag,
-    ready: Ready,
+    model: DiffusionModel,
+    data: TrainingData,
     start: Start,
     mirror: Mirror | None,
     resources: ExitStack,
-) -> Loop:
+) -> DiffusionLoop:
     """The recipe's loop with all that it uses, before its first step; `resources` ends what it started. Collective."""
-    model, data = ready.model, ready.data
     algorithm = rl_algorithm(recipe, model)
     endpoint = resources.enter_context(reward_endpoint(recipe, world))  # it loads while the engine is built
     job = open_job(recipe, world, stop, model, data, start, mirror, resources)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from wfm_ds.run.mirror import Mirror
     from wfm_ds.training.loop import Loop
 
-Advised = Callable[[Callable[[], str]], contextlib.AbstractContextManager[None]]
+Advised = Callable[[Callable[[], str | None]], contextlib.AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,14 @@ def reader_of(recipe: Recipe, model: LanguageModel) -> SampleReader:
     )
 
 
-def prepare(recipe: Recipe, world: World, advised: Advised) -> Ready:
+def prepare(
+    recipe: Recipe, world: World, stop: StopFlag, advised: Advised
+) -> Callable[[Start, Mirror | None, ExitStack], Loop]:
+    """Do all that comes before anything is written. Collective. Returns `build_loop` but for its last arguments."""
+    return functools.partial(build_loop, recipe, world, stop, made_ready(recipe, world, advised))
+
+
+def made_ready(recipe: Recipe, world: World, advised: Advised) -> Ready:
     """Check what can be checked cheaply, load the model, read the annotations and measure them. Collective."""
 
     def loaded() -> LanguageModel:
@@ -160,7 +168,7 @@ def build_engine(recipe: Recipe, world: World, model: LanguageModel) -> Denoiser
 def report(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> str:
     """Return what `--check` prints when all is well. Raises UserError otherwise."""
     start = find_start(recipe, world_size, overwrite=overwrite)
-    ready = prepare(recipe, World.alone(), lambda _: contextlib.nullcontext())
+    ready = made_ready(recipe, World.alone(), lambda _: contextlib.nullcontext())
     if recipe.lora is not None and not adapted(recipe, ready.model):
         named = ", ".join(recipe.lora.target_modules or [])
         raise RecipeError(f"lora.target_modules: no linear layer ends with {named}")
@@ -177,7 +185,7 @@ def report(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> str:
 
 def summary(recipe: Recipe) -> str:
     """Load model and data, and say what they are. Raises UserError."""
-    ready = prepare(recipe, World.alone(), lambda _: contextlib.nullcontext())
+    ready = made_ready(recipe, World.alone(), lambda _: contextlib.nullcontext())
     return f"{ready.model.config.model_type}, {counted(recipe, ready.data)}"
 
 

@@ -50,6 +50,7 @@ class RlLoop(Loop):
     """One step is one RL step: samples of `source`, their rewards, and `updates_per_step` optimizer steps."""
 
     job: Job
+    validator: Validator
 
     def __init__(
         self,

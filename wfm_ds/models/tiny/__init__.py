@@ -17,7 +17,7 @@ from typing import Any
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models.base import without_progress_bars
-from wfm_ds.models.tiny.language import LANGUAGE_FAMILIES
+from wfm_ds.models.tiny.language import LANGUAGE_FAMILIES as LANGUAGE_FAMILIES
 
 FAMILIES = tuple(
     sorted(info.name for info in pkgutil.iter_modules(__path__) if not info.ispkg and info.name != "__main__")
