@@ -14,6 +14,7 @@ setup: .venv/installed  ## Create .venv and install wfm_ds with everything that 
 .venv/installed: setup.py constraints.txt
 	test -x $(PY) || python3 -m venv .venv
 	DS_BUILD_OPS=0 $(PY) -m pip install -q -c constraints.txt -e ".[dev]"
+	$(PY) -m wfm_ds doctor --fix  # an older version of ours had a deepspeed script of its own, which pip has removed
 	touch .venv/installed
 
 quickstart: $(SETUP)  ## Train the digits model by SFT, improve it by DiffusionNFT, show the result (docs/quickstart.md)

@@ -53,18 +53,23 @@ def _cpu() -> str:
 
 def write(stage: str, about: dict[str, Any], rows: list[dict[str, Any]], **more: Any) -> Path:
     """results/<date>-<gpu or cpu>-<stage>.json, and the table of all results anew. more: kept in the file alone."""
-    device = re.sub(r"[^a-z0-9]+", "-", about.get("gpu", "cpu").lower())
-    path = RESULTS / f"{about['date']}-{device}-{stage}.json"
-    path.write_text(json.dumps({"machine": about, "rows": rows} | more, indent=1) + "\n")
+    file = path(stage, about)
+    file.write_text(json.dumps({"machine": about, "rows": rows} | more, indent=1) + "\n")
     pages = [_section(file) for file in sorted(RESULTS.glob("*.json"))]
     (RESULTS / "README.md").write_text("# Results\n\nWritten by `benchmarks/report.py`.\n" + "".join(pages))
-    return path
+    return file
 
 
-def _section(path: Path) -> str:
-    result = json.loads(path.read_text())
+def path(stage: str, about: dict[str, Any]) -> Path:
+    """Return the file of a stage's results, of this machine's day."""
+    device = re.sub(r"[^a-z0-9]+", "-", about.get("gpu", "cpu").lower())
+    return RESULTS / f"{about['date']}-{device}-{stage}.json"
+
+
+def _section(file: Path) -> str:
+    result = json.loads(file.read_text())
     about = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
-    return f"\n## {path.stem}\n\n{about}\n\n{table(result['rows'])}\n"
+    return f"\n## {file.stem}\n\n{about}\n\n{table(result['rows'])}\n"
 
 
 def table(rows: list[dict[str, Any]]) -> str:

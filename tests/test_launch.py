@@ -225,6 +225,17 @@ def test_the_deepspeed_command_of_this_environment_is_ours():
     assert run(command, "--wfm-version").stdout == f"wfm_ds {__version__}\n"
 
 
+def test_a_call_for_help_is_answered_without_ranks():
+    """The runner would start one for each GPU, and none of them would leave a final status."""
+    words = ["--num_gpus", "2", "-m", "wfm_ds.train"]
+    result = run(sys.executable, "-m", "wfm_ds.launch", *words, "--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.count("usage:") == 1
+    assert launch.asked_for_help([*words, "r.yaml", "--vers"]) == ["wfm_ds.train", "r.yaml", "--vers"]
+    for others in ([*words, "r.yaml", "a.h=2"], ["-m", "foreign", "-h"], ["-h"], ["wfm_ds.train", "-h"], words):
+        assert launch.asked_for_help(others) is None
+
+
 def test_the_command_imports_nothing_heavy():
     heavy = "{'torch', 'deepspeed', 'psutil', 'numpy.random', 'yaml', 'pydantic'} & set(sys.modules)"
     result = run(sys.executable, "-c", f"import sys, wfm_ds.launch; sys.stdout.write(str({heavy}))")

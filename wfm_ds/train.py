@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wfm_ds import __version__
-from wfm_ds.program import program
+from wfm_ds.program import Parser, program
 
 if TYPE_CHECKING:
     from wfm_ds.distributed.lifecycle import StopFlag
@@ -37,9 +37,9 @@ log = logging.getLogger("wfm_ds.train")  # run with -m, __name__ is another
 NAMED_FIRST_S = 60.0  # an exchange breaks so much later than the heartbeat can say why
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="wfm_ds.train",
+def parser() -> Parser:
+    p = Parser(
+        prog="python -m wfm_ds.train",
         description="Post-train a diffusers pipeline as a recipe says.",
         epilog="Example: deepspeed --num_gpus 8 -m wfm_ds.train recipes/sd3_nft.yaml run.steps=200",
     )
@@ -122,15 +122,18 @@ def prepare_and_train(
     from wfm_ds.recipe.derived import num_replicas
     from wfm_ds.run.ending import take_back
     from wfm_ds.run.folder import locked
+    from wfm_ds.run.hub_model import agreed_commit, fetch
     from wfm_ds.run.stored import open_mirror, opened, require_storage
     from wfm_ds.training import build, language_build
 
     folder = recipe.run.output_dir
     num_replicas(recipe, world.size, ranks_per_node=ranks_per_node(world.size))
     world = world.in_replicas(recipe.engine.sequence_parallel)
+    recipe = agreed_commit(recipe, world, overwrite=overwrite)
     start = agreed_start(recipe, world, overwrite=overwrite)
     if start.finished:
         return finished_before(recipe, world, start)
+    fetch(recipe, world)
     world.checked(lambda: require_storage(recipe), on="main")
     kind: Any = language_build if recipe.algorithm.trains_language else build
     build_loop = kind.prepare(recipe, world, stop, with_advice(recipe, world))

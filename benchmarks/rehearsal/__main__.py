@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import report
@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--details", action="store_true", help="also print warnings, and where events come from")
     parser.add_argument("--write", action="store_true", help="keep the results in benchmarks/results/")
+    parser.add_argument("--rest", action="store_true", help="of families, only what today's file in results/ lacks")
     parser.add_argument("--case", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.case:
@@ -71,17 +72,46 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases = ((name, ranks, range(len(runs))) for name in args.families for ranks, runs in RUNS.items())
     elif everything or args.families is not None:
         cases = COVERING
-    rows = show("rehearsal-families", [("family", name, str(n), *map(str, runs)) for name, n, runs in cases], args)
+    before = written("rehearsal-families") if args.rest else []
+    todo = [
+        (name, ranks, [i for i in runs if label(name, ranks, i) not in map(labelled, before)])
+        for name, ranks, runs in cases
+    ]
+    asked = [("family", name, str(ranks), *map(str, runs)) for name, ranks, runs in todo if runs]
+    rows = show("rehearsal-families", asked, args, before)
     return int(any(row["rehearsed"].startswith("FAILED") for row in rows))
 
 
-def show(stage: str, cases: Sequence[tuple[str, ...]], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Rehearse the cases, one after the other, and print a table of each; return all rows."""
-    rows: list[dict[str, Any]] = []
+def written(stage: str) -> list[dict[str, Any]]:
+    """Return the rows that stand in today's file, each with its revision."""
+    file = report.path(stage, report.machine())
+    if not file.exists():
+        return []
+    result = json.loads(file.read_text())
+    return [row | {"revision": row.get("revision", result["machine"]["revision"])} for row in result["rows"]]
+
+
+def label(name: str, ranks: int, index: int) -> tuple[Any, ...]:
+    """Tell the run from others, as `labelled` does for its row."""
+    from benchmarks.rehearsal.families import RUNS
+
+    run = RUNS[ranks][index]
+    return name, ranks, run.name, run.config, run.sequence_parallel
+
+
+def labelled(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[key] for key in ("family", "ranks", "algorithm", "DeepSpeed", "sequence parallel"))
+
+
+def show(
+    stage: str, cases: Sequence[tuple[str, ...]], args: argparse.Namespace, before: Sequence[dict[str, Any]] = ()
+) -> list[dict[str, Any]]:
+    """Rehearse the cases, one after the other, and print a table of each; return all rows, after those of `before`."""
+    rows = list(before)
     about = report.machine()  # before results change the checkout
     for case in cases:
         found = elsewhere(*case)
-        rows += found["rows"]
+        rows += [row | {"revision": about["revision"]} for row in found["rows"]]
         sys.stdout.write(report.table(found["rows"]) + "\n\n")
         if args.details:
             if found.get("sites"):

@@ -55,6 +55,8 @@ RUNS: dict[int, tuple[Run, ...]] = {
         Run("NFT", "sd3_nft", "zero2", RL + LORA, sequence_parallel=2),
         Run("AWM", "sd3_awm", "zero3", RL + FULL),
         Run("RAM", "sd3_ram", "zero2", RL + LORA),
+        Run("DPO", "sd3_dpo", "zero3", SFT + FULL),
+        Run("DGPO", "sd3_dgpo", "zero1", RL + LORA),
     ),
     8: (
         Run("SFT", "sd3_sft", "zero3", SFT + FULL, sequence_parallel=4),
@@ -72,7 +74,13 @@ COVERING = (
     *(("sana", 2, (0, 6, 10)), ("sana_video", 2, (0, 2)), ("wan22_ti2v", 2, (0, 3)), ("wan22", 2, (0, 4))),
     *(("sana", 8, (0, 2)), ("sana_video", 8, (1,)), ("wan22_ti2v", 8, (1,)), ("sana", 64, (1,))),
     *(("sd3", 8, (1,)), ("cosmos25", 8, (0, 1)), ("wan21", 8, (0,)), ("wan22", 8, (1,)), ("digits", 8, (2,))),
-    *(("sd3", 2, (1, 7)), ("cosmos25", 2, (0, 4)), ("digits", 2, (0, 5, 9)), ("wan21", 2, (1, 8)), ("sd3", 64, (0,))),
+    *(
+        ("sd3", 2, (1, 7, 11)),
+        ("cosmos25", 2, (0, 4)),
+        ("digits", 2, (0, 5, 9, 12)),
+        ("wan21", 2, (1, 8)),
+        ("sd3", 64, (0,)),
+    ),
 )
 
 

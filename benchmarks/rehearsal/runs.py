@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from wfm_ds.training.loop import Loop
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "tiny"
+IMAGES = {"paired": "images", "pairs": "pairs.jsonl"}  # by data.kind, in the folder of digits
 QUIET = (
     *("validation.every=0", "validation.at_start=false", "checkpoint.every=0", "logging.console=false"),
     *("logging.sample_every=0", "logging.tensorboard=false", "run.steps=100"),
@@ -96,12 +97,12 @@ def scored(source: Any, recipe: Any) -> Any:
 
 
 def data(recipe_name: str, folder: Path) -> list[str]:
-    """Overrides that give a recipe its data, written into `folder`: two prompts, or digits with captions."""
+    """Overrides that give a recipe its data, written into `folder`: two prompts, or digits captioned or in pairs."""
     if reads_images(recipe_name):
         from wfm_ds.data.digits import write_digits
 
         write_digits(folder / "digits")
-        return [f"data.path={folder / 'digits' / 'images'}"]
+        return [f"data.path={folder / 'digits' / IMAGES[kind_of(recipe_name)]}"]
     prompts = folder / "prompts"
     prompts.mkdir()
     (prompts / "train.txt").write_text("a red circle on white\na green circle on white\n")
@@ -109,7 +110,11 @@ def data(recipe_name: str, folder: Path) -> list[str]:
 
 
 def reads_images(recipe_name: str) -> bool:
-    """Return whether a tiny recipe trains on captioned media."""
+    """Return whether a tiny recipe trains on media of the user's."""
+    return kind_of(recipe_name) in IMAGES
+
+
+def kind_of(recipe_name: str) -> str:
     from wfm_ds.recipe import file as recipe_file
 
-    return recipe_file.load(RECIPES / f"{recipe_name}.yaml").data.kind == "paired"
+    return recipe_file.load(RECIPES / f"{recipe_name}.yaml").data.kind

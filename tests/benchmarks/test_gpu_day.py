@@ -151,7 +151,7 @@ def test_the_rehearsal_runs_every_line(root, tmp_path):
     """On a CPU with tiny pipelines: no minute on a GPU goes to a typing mistake."""
     words = ["--tiny", "--out", str(tmp_path / "out"), "--models", str(tmp_path / "models"), "--json"]
     command = [sys.executable, "-m", "benchmarks.gpu", "day", *words, str(tmp_path / "lines.json")]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=1800, check=False)
     lines = json.loads((tmp_path / "lines.json").read_text())
     assert {line["line"]: line["said"] for line in lines if line["status"] not in ENDED} == {}, done.stderr[-3000:]
     assert done.returncode == 0
@@ -164,10 +164,11 @@ def test_the_rehearsal_runs_every_line(root, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_tests_that_need_a_gpu_are_rehearsed(root):
     """Their bodies, on a CPU: those that a CPU says nothing about are skipped."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/gpu"]
     environment = {**os.environ, "WFM_TEST_DEVICE": "cpu"}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout

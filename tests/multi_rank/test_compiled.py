@@ -58,7 +58,11 @@ def zero3_with_leaves(folder):
 
 @pytest.mark.parametrize(
     ("config", "lora", "checkpointing"),
-    [("zero1", False, False), ("zero2", True, True), ("zero3, leaves", False, True)],
+    [
+        pytest.param("zero1", False, False, marks=pytest.mark.long),
+        ("zero2", True, True),
+        ("zero3, leaves", False, True),
+    ],
 )
 def test_training_of_two_ranks_equals_the_eager_one(config, lora, checkpointing, two_ranks, tmp_path):
     source = str(zero3_with_leaves(tmp_path)) if config == "zero3, leaves" else config
@@ -92,10 +96,11 @@ def sharing_on_rank(name, size):
     return {**found, "breaks": sum(counters["graph_break"].values()), "graphs": counters["stats"]["unique_graphs"]}
 
 
-BY_HAND = ("wan, times of tokens", "cosmos25", "sana", "sana_video, times of tokens")
+FAMILIES = ("sd3", "wan, times of tokens", "cosmos25", "sana", "sana_video, times of tokens")
 
 
-@pytest.mark.parametrize("name", ["sd3", *(pytest.param(name, marks=pytest.mark.long) for name in BY_HAND)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES)
 def test_exchanges_between_ranks_are_compiled_with_their_gradients(name, two_ranks):
     """Shares of tokens and heads are not equal."""
     for found in two_ranks.run(sharing_on_rank, name=name, size=CASES[name].sizes[0]):

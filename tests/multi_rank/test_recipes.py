@@ -112,7 +112,9 @@ def media(tmp_path_factory):
     write_digits(folder / "digits")
     (folder / "clips").mkdir()
     for i in range(3):
-        write_clip(folder / "clips" / f"{i}.mp4", size=(64, 64))
+        # Of a pair of equal clips DPO would learn nothing.
+        pictures = np.random.default_rng(i).integers(0, 256, (40, 8, 8, 3), np.uint8).repeat(8, 1).repeat(8, 2)
+        write_clip(folder / "clips" / f"{i}.mp4", size=(64, 64), pictures=pictures)
         (folder / "clips" / f"{i}.json").write_text(json.dumps({"prompt": f"fade number {i}"}))
     return {
         "outputs/digits/images": folder / "digits" / "images",

@@ -9,7 +9,7 @@ DONE = {"training", "evaluation", "ode", "flow_sde", "edm_2ab", "encoding of med
 # Family, ranks, run of families.RUNS, and the waits in the step's micro-steps: DeepSpeed's own, one for each backward.
 CASES = [
     pytest.param("sd3", 2, 7, 12, id="DDRL of adapters beside shards of frozen weights"),
-    pytest.param("cosmos25", 2, 0, 0, id="SFT whose captions are encoded as they come"),
+    pytest.param("cosmos25", 2, 0, 0, id="SFT whose captions are encoded as they come", marks=pytest.mark.long),
     pytest.param("wan21", 2, 8, 0, id="NFT of a video with shared tokens"),
 ]
 

@@ -26,6 +26,7 @@ from wfm_ds.checkpoint.pipeline_folder import CALL, components, read_index, shar
 from wfm_ds.checkpoint.target import WEIGHTS, ExportTarget, call_json
 from wfm_ds.checkpoint.tensor_file import Spec, TensorFile
 from wfm_ds.errors import ModelError, UserError
+from wfm_ds.models.hub import origin
 from wfm_ds.models.variants import pipeline_variant
 from wfm_ds.storage import atomic
 
@@ -126,7 +127,11 @@ def loading_lines(base: Path, exported: Path, lora: bool) -> str:
     `base` is the pipeline folder that was trained. Raises ModelError if the folder has no readable index.
     """
     pipeline = base if lora else exported
-    arguments = [json.dumps(str(pipeline)), *(f"{name}=None" for name in _must_be_declined(pipeline))]
+    of_hub = origin(pipeline)
+    arguments = [json.dumps(str(pipeline))]
+    if of_hub is not None:
+        arguments = [json.dumps(of_hub[0]), f'revision="{of_hub[1]}"']
+    arguments += [f"{name}=None" for name in _must_be_declined(pipeline)]
     if variant := pipeline_variant(pipeline):
         arguments.append(f'variant="{variant}"')
     lines = ["from diffusers import DiffusionPipeline"]

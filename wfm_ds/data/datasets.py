@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from wfm_ds.data.buckets import Buckets, automatic_sizes
 from wfm_ds.data.caption_cache import user_cache
 from wfm_ds.data.cosmos import CosmosFolder
+from wfm_ds.data.folder import folder_set, hf_set
 from wfm_ds.data.media import load_media
 from wfm_ds.data.order import BatchSource
 from wfm_ds.data.paired import PairedFolder
@@ -102,6 +103,8 @@ def scanned(data: DataRecipe, paths: Sequence[str], *, pairs: bool) -> SampleSet
     else single media. Raises DataError where a kind of the user's own has the other."""
     found = sample_set(data, paths)
     check_pairs(found, pairs)
+    for note in found.notes:
+        log.warning("%s: %s", found.source, note)
     for reason, names in found.bad.items():
         log.warning("%s: %d skipped, %s, e.g. %s", found.source, len(names), REASONS[reason], names[0])
     return found
@@ -119,9 +122,13 @@ def sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
         return own_sample_set(data, paths)
     if data.kind == "pairs":
         return pair_set(paths, cache_dir=data.cache_dir, max_bad_fraction=data.max_bad_fraction)
+    if data.kind == "hf":
+        return hf_set(data, paths[0])
     if data.kind == "webdataset":
         return TarShards(paths, cache_dir=data.cache_dir, max_bad_fraction=data.max_bad_fraction)
     (folder,), cache_dir = map(Path, paths), data.cache_dir or user_cache()
+    if data.kind == "folder":
+        return folder_set(data, folder)
     if data.kind == "cosmos":
         return CosmosFolder(
             folder, allow_pickle=data.allow_pickle, max_bad_fraction=data.max_bad_fraction, cache_dir=cache_dir

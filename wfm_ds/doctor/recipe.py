@@ -114,6 +114,7 @@ def estimated(recipe: Recipe, world_size: int) -> Estimate:
         settings.path,
         dtype=DTYPES[settings.dtype],
         own_family=settings.family,
+        revision=settings.revision,
         max_sequence_length=settings.max_sequence_length,
     )
     device = "cuda" if uses_cuda() else "cpu"

@@ -24,8 +24,9 @@ from wfm_ds.distributed.world import World, ranks_per_node
 from wfm_ds.engine.accumulation import accumulate_in_float32
 from wfm_ds.engine.lockstep import Guard
 from wfm_ds.engine.merging import merged
+from wfm_ds.engine.optimizer import build_optimizer
 from wfm_ds.engine.policy import Adapters, Flats, ShardedCopy, Shards, publish_to_adapter
-from wfm_ds.engine.preparation import DTYPES, adamw, prepare
+from wfm_ds.engine.preparation import DTYPES, prepare
 from wfm_ds.engine.replay import Replays
 from wfm_ds.engine.schedules import ema_decay, learning_rate
 from wfm_ds.engine.work import Work, WorkCounter
@@ -144,7 +145,7 @@ class DenoiserEngine:
         adapters = prepare(
             denoiser, recipe, world, config, targets=targets, names=names, block_classes=block_classes, frozen=frozen
         )
-        optimizer = adamw(denoiser, recipe.optimizer, world.device)
+        optimizer = build_optimizer(denoiser, recipe.optimizer, world.device)
         ds = deepspeed.initialize(model=denoiser, optimizer=optimizer, config=config, dist_init_required=False)[0]
         if ds.zero_optimization_stage() == 1 and dtype != torch.float32:
             accumulate_in_float32(ds)
@@ -361,12 +362,9 @@ class DenoiserEngine:
         self.shards.install(masters)
         for name, copy in self._moving_copies().items():
             torch._foreach_copy_(copy.flats, list(states[name]))
-        fused = self.ds.optimizer.optimizer.defaults["fused"]  # then the count of steps lies beside the masters
-        for group, of_group in enumerate(self.shards.optimizer_states()):
-            for name, flats in states.items():
-                if name.startswith(OPTIMIZER):
-                    saved, device = flats[group], masters[group].device
-                    of_group[name.removeprefix(OPTIMIZER)] = saved.to(device) if saved.ndim or fused else saved
+        of_optimizer = {n.removeprefix(OPTIMIZER): flats for n, flats in states.items() if n.startswith(OPTIMIZER)}
+        if of_optimizer:
+            self.shards.take_up(of_optimizer)
         if self.lora:
             self._unpublished |= self.copies.keys()
 

@@ -40,20 +40,31 @@ class VideoRecipe(Section):
 class DataRecipe(Section):
     """Training data: media with captions (SFT, ddrl), pairs of them (DPO), prompts (RL), or conversations (vlm_sft)."""
 
-    kind: Literal["paired", "cosmos", "webdataset", "pairs", "prompts", "llava"] | UserClass
-    """SFT: `paired`, NAME.json with `prompt` beside NAME.png or NAME.mp4; `cosmos`, metas/NAME.txt and videos/NAME.mp4;
-    `webdataset`, tar shards; `package.module:Class`, captioned media that a class of your own finds (docs/data.md).
+    kind: Literal["folder", "hf", "paired", "cosmos", "webdataset", "pairs", "prompts", "llava"] | UserClass
+    """SFT: `folder`, whichever of the layouts of docs/data.md a folder has; `paired`, NAME.txt, or NAME.json with
+    `prompt`, beside NAME.png or NAME.mp4; `cosmos`, metas/NAME.txt and videos/NAME.mp4; `webdataset`, tar shards;
+    `hf`, a data set of the library datasets, by its id on the Hugging Face hub or on disk;
+    `package.module:Class`, captioned media that a class of your own finds (docs/data.md).
     DPO: `pairs`, a .jsonl file with `prompt`, `chosen` and `rejected`, or tar shards. RL: `prompts`, a prompt set; ddrl
     any but pairs or llava. vlm_sft: `llava`, conversations about images and videos (docs/reasoner.md)."""
     path: UserAddress | Annotated[list[UserAddress], Field(min_length=1)]
-    """The folder. webdataset: a tar file, a glob or a range ({000..123}) of them, or a list of these; local or s3://.
-    pairs: the same, or a .jsonl file. llava: the annotations, a .json or .jsonl file, a folder or a list of them."""
+    """The folder. hf: owner/name, or a folder. webdataset: a tar file, a glob or a range ({000..123}) of them, or a
+    list of these; local or s3://. pairs: the same, or a .jsonl file. llava: the annotations, a
+    .json or .jsonl file, a folder or a list of them."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """A kind of your own: passed to its constructor."""
+    """A kind of your own: passed to its constructor. hf: passed to load_dataset, e.g. `name` and `revision`."""
+    prompt: Annotated[str, Field(min_length=1)] | None = None
+    """folder: the caption of all media that have none beside them. Unset: such media cannot be used."""
+    caption_column: str | None = None
+    """folder, hf: the column of a table or a data set that has the captions. Unset: `text`, `prompt` or
+    `caption`, whichever is there first."""
+    image_column: str | None = None
+    """folder, hf: the column of a data set of the library datasets that has the images or videos. Unset: the only
+    one."""
     name: str = "prompts"
     """prompts: name of the set, which decides its format (pickscore, ocr, geneval, dance_grpo_t2v, or any other)."""
     split: str = "train"
-    """prompts: the file is SPLIT.txt or SPLIT.jsonl (geneval: SPLIT_metadata.jsonl or SPLIT.jsonl)."""
+    """hf: the split. prompts: the file is SPLIT.txt or SPLIT.jsonl (geneval: SPLIT_metadata.jsonl or SPLIT.jsonl)."""
     caption_dropout: Fraction = 0.0
     """SFT and DPO: share of samples trained on the empty prompt, so that guidance works."""
     max_bad_fraction: Fraction = 0.05
@@ -131,8 +142,12 @@ class DataRecipe(Section):
 
     @model_validator(mode="after")
     def _keys_fit_the_kind(self) -> DataRecipe:
-        if self.options and not self.is_own_kind:
+        if self.options and not self.is_own_kind and self.kind != "hf":
             raise ValueError(f"options are for a kind of your own, package.module:Class, not {self.kind}: remove them")
+        if self.kind != "folder":
+            self.require_default("prompt", unless="kind: folder")
+        if self.kind not in ("folder", "hf"):
+            self.require_default("caption_column", "image_column", unless="kind: folder or hf")
         many = self.kind in ("webdataset", "pairs", "llava") or self.is_own_kind
         if not many and (not isinstance(self.path, str) or "://" in self.path):
             raise ValueError(
@@ -144,8 +159,10 @@ class DataRecipe(Section):
             tables = [path for path in self.shards if path.lower().endswith(".jsonl")]
             if tables:
                 raise ValueError(f"kind pairs reads one .jsonl file of this machine, or tar shards: {tables[0]}")
-        if self.allow_pickle and self.kind != "cosmos":
+        if self.allow_pickle and self.kind not in ("cosmos", "folder"):
             raise ValueError(f"allow_pickle is about the embeddings of kind cosmos, not {self.kind}: remove it")
+        if self.prompt is not None and not self.prompt.strip():
+            raise ValueError("prompt is blank: write the caption of all media, or remove it")
         if isinstance(self.buckets, list) and len(set(self.buckets)) < len(self.buckets):
             raise ValueError(f"buckets names a size twice: {[list(size) for size in self.buckets]}")
         if self.choose == "even":

@@ -68,13 +68,18 @@ def keys_of(part: str, phase: str, recipe: Recipe) -> list[str]:
     if part == "VAE":
         return pixels
     if part == "weights":
-        return [*shorter, "engine.deepspeed: zero3" if "zero3" not in engine.deepspeed else "more ranks"]
+        merges = recipe.is_rl and recipe.rl.rollout.merge_lora
+        plain = lora is not None and model.base_precision is None and not merges
+        frozen = ["model.base_precision: fp8"] if plain else []
+        return [*shorter, "engine.deepspeed: zero3" if "zero3" not in engine.deepspeed else "more ranks", *frozen]
     if part == "gradients":  # which ZeRO-2 shares out already
         shared = ["engine.deepspeed: zero2"] if "zero1" in engine.deepspeed else []
         return [*adapters, *shared, "engine.deepspeed: zero3_offload", "more ranks"]
     if part in ("optimizer states", "policies"):
         average = ["no section ema"] if part == "policies" and recipe.ema is not None else []
-        return [*adapters, *average, "engine.deepspeed: zero3_offload", "more ranks"]
+        eight_bits = part == "optimizer states" and lora is None and recipe.optimizer.name == "adamw"
+        moments = ["optimizer.name: adamw8bit"] if eight_bits else []
+        return [*adapters, *average, *moments, "engine.deepspeed: zero3_offload", "more ranks"]
     if part in ("DeepSpeed", "gathered weights"):
         return ["reduce_bucket_size and stage3_max_reuse_distance of the DeepSpeed JSON"]
     if part == "text encoders" and phase != "texts":

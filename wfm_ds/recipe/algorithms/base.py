@@ -160,6 +160,10 @@ class RlSettings(AlgorithmSettings):
         """Noise levels that each sample of an RL step is trained on."""
         raise NotImplementedError
 
+    def reads_rollout_log_probs(self, rollout: RolloutRecipe) -> bool:
+        """The loss reads log-probabilities that the rollout computed, which must be those of the trained policy."""
+        return self.compares_log_probs
+
     def num_data(self, num_terms: int) -> int:
         """Samples of data that are trained on beside this many terms."""
         return 0

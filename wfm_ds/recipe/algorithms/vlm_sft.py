@@ -39,6 +39,7 @@ class VlmSftAlgorithm(AlgorithmSettings):
             )
         recipe.model.require_default(
             *("family", "base_precision", "vae_dtype", "denoiser_init", "max_sequence_length", "prompt_template"),
+            *("revision", "fp8_training"),
             unless="a diffusion model",
         )
         if recipe.engine.sequence_parallel > 1:
