@@ -41,9 +41,8 @@ def prepare(
     checkpointing, sequence parallelism, attention kernel and compiled blocks, in this order: each finds what came
     before.
 
-    config: what deepspeed.initialize will get. names: of the adapters beside `default`. frozen: parameters
-    that full training leaves as they are. Returns the adapters, None in
-    full training. Raises as `DenoiserEngine.build`.
+    config: what deepspeed.initialize will get. names: of the adapters beside `default`. frozen: parameters that
+    full training leaves as they are. Returns the adapters, None in full training. Raises as `DenoiserEngine.build`.
     """
     module: Any = denoiser
     dtype = DTYPES[recipe.model.dtype]

@@ -66,7 +66,9 @@ def fetch(recipe: Recipe, world: World) -> None:
     """Bring the model of the hub to the cache of each machine, where one process fetches while the others wait as long
     as it takes; collective. A ModelError anywhere is raised on all ranks."""
     model = recipe.model
-    if recipe.algorithm.trains_language or not world.broadcast(hub.is_id(model.path)):  # as rank 0 sees it: a folder here may be missing elsewhere
+    if recipe.algorithm.trains_language:  # of a folder on this machine
+        return
+    if not world.broadcast(hub.is_id(model.path)):  # as rank 0 sees it: a folder here may be missing elsewhere
         return
     log.info("model %s @ %s", model.path, str(model.revision)[:7])
     world.patiently(lambda: str(registry.resolve(model.path, model.family, model.revision)), here=world.local_rank == 0)
