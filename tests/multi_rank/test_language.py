@@ -143,7 +143,7 @@ def test_five_steps_are_those_of_a_plain_loop_over_transformers(one_rank, data, 
     ("family", "stage"),
     [
         ("qwen25vl", "zero3"),
-        ("qwen3vl", "zero2"),
+        pytest.param("qwen3vl", "zero2", marks=pytest.mark.slow),
         pytest.param("qwen25vl", "zero1", marks=pytest.mark.slow),
         pytest.param("qwen25vl", "zero2", marks=pytest.mark.slow),
         pytest.param("qwen3vl", "zero3", marks=pytest.mark.slow),
@@ -165,7 +165,7 @@ def test_two_ranks_train_what_one_does(one_rank, two_ranks, data, tmp_path, fami
             assert a[tag] == pytest.approx(b[tag], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["reason_llava_sft", "reason_llava_sft_lora"])
+@pytest.mark.parametrize("name", ["reason_llava_sft", pytest.param("reason_llava_sft_lora", marks=pytest.mark.slow)])
 def test_a_stopped_and_continued_run_equals_one_that_was_never_stopped(two_ranks, data, tmp_path, name):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     model = "tiny:qwen3vl" if name.endswith("lora") else "tiny:qwen25vl"

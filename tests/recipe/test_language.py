@@ -6,6 +6,7 @@ from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.algorithms.vlm_sft import VlmSftAlgorithm
 from wfm_ds.recipe.derived import derive
+from wfm_ds.run.fit import advice_for
 
 GOOD = """\
 run: {output_dir: out, steps: 3}
@@ -58,6 +59,13 @@ def test_a_recipe_of_a_language_model_has_no_sampling_and_its_dump_none_either(l
 def test_what_is_not_for_them(load, override, words):
     with pytest.raises(RecipeError, match=words.replace(".", r"\.")):
         load(override)
+
+
+def test_keys_that_a_run_without_memory_is_told(load):
+    told = advice_for(load("model.dtype=float32"), "train", 1)
+    assert told[:3] == ["model.dtype: bfloat16", "engine.deepspeed: zero3", "model.gradient_checkpointing: true"]
+    roomy = load("model.dtype=bfloat16", "model.gradient_checkpointing=true", "engine.deepspeed=zero3", "lora.rank=4")
+    assert advice_for(roomy, "train", 1) == ["engine.micro_batch_size: 1", "data.max_tokens below 4096"]
 
 
 def test_lora_freezes_all_of_the_base(load):
