@@ -256,7 +256,7 @@ def test_a_near_miss_is_answered_with_what_was_found(tmp_path, name):
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     assert refusal(tmp_path / "none").startswith(f"{tmp_path}/none is no folder here")
     digits = tmp_path / "digits"
-    assert refusal(digits) == f"{digits} is not there: python -m wfm_ds.data.digits {digits} makes it"
+    assert refusal(digits) == f"{digits} is not there: wfm data digits {digits} makes it"
     file = put(tmp_path, {"file": "x"}) / "file"
     assert refusal(file) == f"{file} is a file: data.path names a folder for kind folder"
 

@@ -32,20 +32,46 @@ class DataSetRecipe(Section):
     """hf: the split."""
 
 
-class DataRecipe(Section):
-    """Training data: media with captions (SFT, ddrl), pairs of them (DPO), or prompts (RL)."""
+class PixelsRecipe(Section):
+    """Sizes of images for a vision-language model."""
 
-    kind: Literal["folder", "hf", "paired", "cosmos", "webdataset", "sets", "pairs", "prompts"] | UserClass
+    min: PositiveInt = 3136
+    """Smaller images are enlarged to this many pixels."""
+    max: PositiveInt = 1003520
+    """Larger images, and frames of videos, are reduced to this many."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> PixelsRecipe:
+        if self.min > self.max:
+            raise ValueError(f"min {self.min} is above max {self.max}: raise max")
+        return self
+
+
+class VideoRecipe(Section):
+    """The frames of videos for a vision-language model."""
+
+    fps: PositiveFloat = 1.0
+    """Frames a second that are taken from a video."""
+    max_frames: Annotated[int, Field(ge=2)] = 768
+    """At most this many, further apart in longer videos."""
+    total_pixels: Literal["auto"] | PositiveInt = "auto"
+    """Pixels of all frames together. `auto`: as many as fill 0.9 of `max_tokens` if each were a token of its own."""
+
+
+class DataRecipe(Section):
+    """Training data: media with captions (SFT, ddrl), pairs of them (DPO), prompts (RL), or conversations (vlm_sft)."""
+
+    kind: Literal["folder", "hf", "paired", "cosmos", "webdataset", "sets", "pairs", "prompts", "llava"] | UserClass
     """SFT: `folder`, whichever of the layouts of docs/data.md a folder has; `paired`, NAME.txt, or NAME.json with
     `prompt`, beside NAME.png or NAME.mp4; `cosmos`, metas/NAME.txt and videos/NAME.mp4; `webdataset`, tar shards;
     `hf`, a data set of the library datasets, by its id on the Hugging Face hub or on disk;
-    `sets`, several of these with weights; `package.module:Class`, captioned media that a class of your own finds
-    (docs/data.md). DPO: `pairs`, a .jsonl file with `prompt`, `chosen` and `rejected`, or tar shards. RL: `prompts`, a
-    prompt set; ddrl any but pairs."""
+    `sets`, several of these with weights; `package.module:Class`, captioned media that a class of your own finds (docs/data.md).
+    DPO: `pairs`, a .jsonl file with `prompt`, `chosen` and `rejected`, or tar shards. RL: `prompts`, a prompt set; ddrl
+    any but pairs or llava. vlm_sft: `llava`, conversations about images and videos (docs/reasoner.md)."""
     path: UserAddress | Annotated[list[UserAddress], Field(min_length=1)]
     """The folder; sets: the one that relative paths of its sets are below. hf: owner/name, or a folder. webdataset: a
     tar file, a glob or a range ({000..123}) of them, or a list of these; local or s3://. pairs: the same, or a .jsonl
-    file."""
+    file. llava: the annotations, a .json or .jsonl file, a folder or a list of them."""
     sets: Annotated[list[DataSetRecipe], Field(min_length=1)] | None = None
     """sets: the data sets that are drawn from, each in the share of its weight (docs/data.md)."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -105,6 +131,22 @@ class DataRecipe(Section):
     """Keep the latents of all training media in cache_dir. Needs the same pixels in every epoch: clip and crop
     `centre`."""
 
+    media_path: UserAddress | None = None
+    """llava: the folder that the media of the annotations are relative to. Unset: they have absolute paths."""
+    system_prompt: str | None = None
+    """llava: the system turn of conversations that have none. Unset: what the model's chat template does then."""
+    max_tokens: Annotated[int, Field(ge=16)] = 4096
+    """llava: tokens of a row, and of the longest conversation."""
+    too_long: Literal["skip", "truncate_answer"] = "skip"
+    """llava: conversations of more than max_tokens: left out and counted, or cut at their end, where the last answer
+    is. Images and videos are never cut."""
+    pack: bool = True
+    """llava: fill rows with several conversations, which do not see each other."""
+    pixels: PixelsRecipe = PixelsRecipe()
+    """llava: sizes of images."""
+    video: VideoRecipe = VideoRecipe()
+    """llava: frames of videos."""
+
     @property
     def folder(self) -> Path:
         """The path of the kinds that read one folder."""
@@ -146,11 +188,13 @@ class DataRecipe(Section):
             self.require_default("prompt", unless="kind: folder")
         if self.kind not in ("folder", "hf"):
             self.require_default("caption_column", "image_column", unless="kind: folder or hf")
-        many = self.kind in ("webdataset", "pairs") or self.is_own_kind
+        many = self.kind in ("webdataset", "pairs", "llava") or self.is_own_kind
         if not many and (not isinstance(self.path, str) or "://" in self.path):
             raise ValueError(
                 f"kind {self.kind} reads one folder of this machine: lists and URLs are for webdataset and pairs"
             )
+        if self.kind == "llava" and any("://" in path for path in (*self.shards, self.media_path or "")):
+            raise ValueError("kind llava reads annotations and media of this machine: copy them, and name the folders")
         if self.kind == "pairs" and (len(self.shards) > 1 or "://" in self.shards[0]):
             tables = [path for path in self.shards if path.lower().endswith(".jsonl")]
             if tables:

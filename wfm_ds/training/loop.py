@@ -5,23 +5,39 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from wfm_ds.distributed.lifecycle import seconds_since_start
 from wfm_ds.errors import RunError
 from wfm_ds.monitoring.meter import Meter
-from wfm_ds.run.job import Job
+from wfm_ds.run.job import CommonJob
 from wfm_ds.run.result import Outcome
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
 from wfm_ds.training.outcome import FiniteSteps, StepReport, finish_step
-from wfm_ds.training.validation import Validator
+
+
+class Evaluation(Protocol):
+    """The evaluations of a loop at their times (validation.py). Every rank calls every method at the same step."""
+
+    def at_start(self, step: int) -> None: ...
+
+    def after_step(self, step: int) -> None: ...
+
+    def at_end(self, step: int) -> dict[str, float]: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Loop(ABC):
     """Trains `job.engine`, step by step. Every rank calls every method at the same place."""
 
-    def __init__(self, job: Job, validator: Validator, exporter: Exporter, checkpoints: Checkpoints) -> None:
+    job: CommonJob
+    validator: Evaluation
+
+    def __init__(self, job: CommonJob, validator: Evaluation, exporter: Exporter, checkpoints: Checkpoints) -> None:
         self.job, self.validator, self.exporter, self.checkpoints = job, validator, exporter, checkpoints
         self.meter, self.finite = Meter(), FiniteSteps()
         self.step = 0  # the last one done, or under way
