@@ -105,5 +105,5 @@ def test_broken_weights_are_not_shipped(model, tmp_path):
 
 def test_a_checkpoint_of_a_language_model_is_no_pipeline(model):
     note = LanguageTarget.of(model.network, model.path).to_json()
-    with pytest.raises(ModelError, match="a checkpoint of the language model .* is not converted here"):
+    with pytest.raises(ModelError, match=r"a checkpoint of the language model .* is not converted here"):
         ExportTarget.of_json(note)
