@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
+from wfm_ds.checkpoint.target import ExportTarget
 from wfm_ds.errors import ModelError
 from wfm_ds.language import model as language_model
 from wfm_ds.language.export import LanguageTarget, export_language, loading_lines
@@ -100,3 +101,9 @@ def test_broken_weights_are_not_shipped(model, tmp_path):
     with pytest.raises(ModelError, match="holds NaN or infinity"):
         exported(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_of_a_language_model_is_no_pipeline(model):
+    note = LanguageTarget.of(model.network, model.path).to_json()
+    with pytest.raises(ModelError, match=r"a checkpoint of the language model .* is not converted here"):
+        ExportTarget.of_json(note)
