@@ -82,6 +82,7 @@ setup(
         "reward-ocr": ["rapidocr-onnxruntime>=1.4.4"],
         "reward-http": ["aiohttp>=3.9", "prometheus-client"],  # the service's HTTP port
         "s3": ["s3fs"],
+        "datasets": ["datasets>=4"],  # data.kind: hf, and tables in parquet
         "fp8": ["torchao>=0.18"],  # model.fp8_training
         "low-bit": ["bitsandbytes>=0.50"],  # model.base_precision: nf4, optimizer.name: adamw8bit
         "bench": ["matplotlib"],
@@ -90,6 +91,7 @@ setup(
             "pytest",
             "pytest-xdist",
             "s3fs",
+            "datasets>=4",
             "moto[s3]",  # an S3 server for tests, with the two of the next line
             "flask",
             "flask-cors",
