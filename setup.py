@@ -21,22 +21,43 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     packages=[
         *packages(".", "wfm_ds"),
         "wfm_ds.ds_configs",
+        "wfm_ds.recipes",
         *packages("kernels", "wfm_kernels"),
         *packages("reward", "wfm_reward"),
     ],
     package_dir={
         "wfm_ds": "wfm_ds",
         "wfm_ds.ds_configs": "ds_configs",
+        "wfm_ds.recipes": "recipes",
         "wfm_kernels": "kernels/wfm_kernels",
         "wfm_reward": "reward/wfm_reward",
     },
-    package_data={"wfm_ds.ds_configs": ["*.json"]},  # the folder holds no code: in a wheel it lies inside the package
+    package_data={
+        "wfm_ds": ["py.typed"],
+        "wfm_kernels": ["py.typed"],
+        "wfm_reward": ["py.typed"],
+        "wfm_ds.distributed": ["*.pth"],
+        # These two folders hold no code: in a wheel they lie inside the package.
+        "wfm_ds.ds_configs": ["*.json"],
+        "wfm_ds.recipes": ["*.yaml", "*/*.yaml", "tiny/prompts/*/*.txt"],
+    },
     install_requires=[
         "torch>=2.6",
-        "deepspeed==0.19.8",  # its internals are part of the engine: change it only with the distributed tests
+        "deepspeed>=0.19.8,<0.20",  # its internals are part of the engine: doctor warns of another than was tested
         "diffusers>=0.42",
         "transformers>=5.0",
         "peft>=0.21",
@@ -61,13 +82,16 @@ setup(
         "reward-ocr": ["rapidocr-onnxruntime>=1.4.4"],
         "reward-http": ["aiohttp>=3.9", "prometheus-client"],  # the service's HTTP port
         "s3": ["s3fs"],
-        "fp8": ["transformer-engine[pytorch]"],  # CUDA machines only
+        "datasets": ["datasets>=4"],  # data.kind: hf, and tables in parquet
+        "fp8": ["torchao>=0.18"],  # model.fp8_training
+        "low-bit": ["bitsandbytes>=0.50"],  # model.base_precision: nf4, optimizer.name: adamw8bit
         "bench": ["matplotlib"],
         "dev": [
             "matplotlib",
             "pytest",
             "pytest-xdist",
             "s3fs",
+            "datasets>=4",
             "moto[s3]",  # an S3 server for tests, with the two of the next line
             "flask",
             "flask-cors",
@@ -83,5 +107,5 @@ setup(
             "triton>=3.6; platform_system == 'Linux'",  # its interpreter and compiler; torch for CUDA brings it
         ],
     },
-    entry_points={"console_scripts": ["deepspeed=wfm_ds.launch:main"]},
+    entry_points={"console_scripts": ["wfm=wfm_ds.command.main:main"]},
 )

@@ -2,6 +2,8 @@
 
 python -m benchmarks.memory RECIPE...            part by part and phase by phase
 python -m benchmarks.memory --statements         the line that each recipe says it in, as it should be
+python -m benchmarks.memory --precisions RECIPE  what each model.base_precision saves a LoRA recipe
+python -m benchmarks.memory RECIPE --set engine.deepspeed=zero2     with other values than the recipe's
 
 Nothing is computed and no weights are needed (wfm_ds/run/estimate.py). A test holds the recipes to it.
 """
@@ -21,8 +23,11 @@ from wfm_ds.monitoring.stopwatch import GIB
 from wfm_ds.program import program
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.sections import BasePrecision
 from wfm_ds.run.estimate import Estimate, estimate, memory_lines
 from wfm_ds.run.fit import fits, verdict
+
+PRECISIONS: tuple[BasePrecision | None, ...] = (None, "fp8", "nf4")  # int8 takes what fp8 does
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 COMMAND = re.compile(r"^#\s+deepspeed --num_gpus (\d+) ", re.MULTILINE)
@@ -30,6 +35,12 @@ STATEMENT = re.compile(r"^# (\d+) x (\d+) GB: (\d+) GiB a rank \(estimated, docs
 DEFAULT_GPUS = 8
 GPU_GB = 80  # of the GPUs that the recipes are written for
 BFLOAT16 = 2
+
+
+def shipped() -> list[Path]:
+    """The full-size recipes of diffusion models: the memory of language models is not estimated."""
+    found = sorted(RECIPES.glob("*.yaml"))
+    return [path for path in found if not recipe_file.load(path, []).algorithm.trains_language]
 
 
 def released_estimate(recipe: Recipe, world_size: int) -> Estimate:
@@ -59,20 +70,36 @@ def statement(recipe_path: Path) -> str:
     return f"# {found.world_size} x {GPU_GB} GB: {math.ceil(found.peak / GIB)} GiB a rank (estimated, docs/engine.md)"
 
 
+def precisions_row(recipe_path: Path, overrides: Sequence[str], world_size: int) -> str:
+    """GiB of a rank's weights and of its peak for each of PRECISIONS, as a row of a Markdown table."""
+    cells = []
+    for precision in PRECISIONS:
+        chosen = [] if precision is None else [f"model.base_precision={precision}"]
+        found = released_estimate(recipe_file.load(recipe_path, [*overrides, *chosen]), world_size)
+        weights = found.phases[found.peak_phase]["weights"] / GIB
+        cells.append(f"{weights:.1f} of {found.peak / GIB:.1f}")
+    return f"| `{recipe_path.name}` | {' | '.join(cells)} |"
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="benchmarks.memory", description="Estimate the memory that recipes need.")
     p.add_argument("recipes", nargs="*", type=Path, help="recipes of released models (default: all that are shipped)")
     p.add_argument("--ranks", type=int, help="default: the GPUs of the command in the recipe's header")
+    p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a value that replaces the recipe's")
     p.add_argument("--statements", action="store_true", help="print the lines of the recipes' headers alone")
+    p.add_argument("--precisions", action="store_true", help="print what each model.base_precision saves")
     return p
 
 
 def run(args: argparse.Namespace) -> int:
-    for path in args.recipes or sorted(RECIPES.glob("*.yaml")):
+    for path in args.recipes or shipped():
         if args.statements:
             sys.stdout.write(f"{path.name}\n{statement(path)}\n")
             continue
-        recipe = recipe_file.load(path, [])
+        if args.precisions:
+            sys.stdout.write(precisions_row(path, args.set, args.ranks or num_gpus(path)) + "\n")
+            continue
+        recipe = recipe_file.load(path, args.set)
         found = released_estimate(recipe, args.ranks or num_gpus(path))
         lines = [path.name, *memory_lines(found), verdict(recipe, found, None)]
         sys.stdout.write("\n".join(lines) + "\n\n")

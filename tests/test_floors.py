@@ -26,15 +26,17 @@ FLOORS = (
     ("engine", "data", "algorithms"),
     ("models", "monitoring"),
     ("checkpoint",),
-    ("run",),
+    ("run", "language"),
     ("rollout",),
     ("training",),
     ("train", "generate", "convert", "quickstart", "launch", "recipe_docs", "doctor", "migrate"),
+    ("command",),
+    ("__main__",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # A command that stands in a room for the sake of its name: nobody imports it, and it may use everything.
 COMMANDS_IN_ROOMS = {"wfm_ds.data.prepare"}
-MOST_ON_TOP = 14
+MOST_ON_TOP = 15
 
 
 def room_of(module):

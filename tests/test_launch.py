@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from wfm_ds import __version__, launch
+from wfm_ds.distributed import runner_line
 from wfm_ds.errors import UserError
 
 WAIT_S = 90
@@ -69,7 +70,7 @@ def runner_parser():
 
 def test_switches_are_those_of_the_runner(runner_parser):
     valueless = {name for action in runner_parser._actions if action.nargs == 0 for name in action.option_strings}
-    assert valueless == launch.SWITCHES
+    assert valueless == runner_line.SWITCHES
 
 
 LINES = [
@@ -223,6 +224,17 @@ def run(*argv, **env):
 def test_the_deepspeed_command_of_this_environment_is_ours():
     command = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
     assert run(command, "--wfm-version").stdout == f"wfm_ds {__version__}\n"
+
+
+def test_a_call_for_help_is_answered_without_ranks():
+    """The runner would start one for each GPU, and none of them would leave a final status."""
+    words = ["--num_gpus", "2", "-m", "wfm_ds.train"]
+    result = run(sys.executable, "-m", "wfm_ds.launch", *words, "--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.count("usage:") == 1
+    assert launch.asked_for_help([*words, "r.yaml", "--vers"]) == ["wfm_ds.train", "r.yaml", "--vers"]
+    for others in ([*words, "r.yaml", "a.h=2"], ["-m", "foreign", "-h"], ["-h"], ["wfm_ds.train", "-h"], words):
+        assert launch.asked_for_help(others) is None
 
 
 def test_the_command_imports_nothing_heavy():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from wfm_ds.errors import DataError
-from wfm_ds.program import exit_code, program
+from wfm_ds.program import Parser, exit_code, program
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = [ROOT / "wfm_ds", ROOT / "reward" / "wfm_reward"]
@@ -40,6 +40,16 @@ def test_options_may_stand_between_words():
 def test_a_users_mistake_is_one_line_and_exit_code_2(capsys):
     assert program(parser(), refuse, []) == 2
     assert capsys.readouterr() == ("", "error: the folder is empty: name another one\n")
+
+
+def test_what_our_parser_refuses_is_a_mistake_like_any_other(capsys):
+    p = Parser(prog="a_command")
+    assert program(p, refuse, ["--no-such-option"]) == 2
+    sentence = "unrecognized arguments: --no-such-option (a_command --help shows what there is)"
+    assert capsys.readouterr() == ("", f"error: {sentence}\n")
+    said = []
+    assert program(p, refuse, ["--no-such-option"], fail=lambda text: said.append(text) or 7) == 7
+    assert said == [sentence]
 
 
 def test_a_wrong_option_is_exit_code_2():

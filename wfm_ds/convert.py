@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wfm_ds.errors import ModelError, UserError
-from wfm_ds.program import program
+from wfm_ds.program import Parser, program
 
 if TYPE_CHECKING:
     from wfm_ds.checkpoint.cuts import CutStates
@@ -28,11 +28,11 @@ PICKLE = (
 )
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="wfm_ds.convert",
+def parser() -> Parser:
+    p = Parser(
+        prog="python -m wfm_ds.convert",
         description="Write the weights of a checkpoint as a LoRA or a pipeline folder that plain diffusers loads.",
-        epilog="Example: python -m wfm_ds.convert outputs/run/checkpoints/step_400 exported --policy train",
+        epilog="Example: %(prog)s outputs/run/checkpoints/step_400 exported --policy train",
     )
     p.add_argument("checkpoint", help="checkpoints/step_N of a run, a LoRA folder, or DeepSpeed's own; or s3://...")
     p.add_argument("out", type=Path, help="a new folder, or an export to replace")

@@ -15,32 +15,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from wfm_ds.errors import UserError
-from wfm_ds.program import program
-from wfm_ds.recipe.sampling import SamplingRecipe
-from wfm_ds.recipe.sections import AttentionName
+from wfm_ds.program import Parser, program
+from wfm_ds.recipe.stated import EVAL_STEPS, FPS, GUIDANCE_SCALE, AttentionName
 
 if TYPE_CHECKING:
     import torch
 
     from wfm_ds.models.sampler import Sampler
     from wfm_ds.monitoring.samples import ShownSample
+    from wfm_ds.recipe.sampling import SamplingRecipe
     from wfm_ds.types import Prompt
 
 PAGE = "index.html"
 PURPOSE = "sample"  # of its forwards
-DEFAULTS = SamplingRecipe(height=1, width=1)
 NOT_FINITE = "the latents were not finite: this is not what the prompt asked for"
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="wfm_ds.generate",
+def parser() -> Parser:
+    p = Parser(
+        prog="python -m wfm_ds.generate",
         description="Draw each prompt with each seed; write files, samples.jsonl and index.html.",
-        epilog="Example: python -m wfm_ds.generate --model /models/sd35 --lora outputs/run/safetensors/step_30/lora "
+        epilog="Example: %(prog)s --model /models/sd35 --lora outputs/run/safetensors/step_30/lora "
         "--prompts prompts.txt --height 512 --width 512 --out pictures",
     )
     which = p.add_mutually_exclusive_group(required=True)
-    which.add_argument("--model", help="a pipeline folder, or tiny:FAMILY")
+    which.add_argument("--model", help="a pipeline folder, owner/name of the Hugging Face hub, or tiny:FAMILY")
     which.add_argument("--pipeline", metavar="DIR", help="what a full run exported, safetensors/step_N; or s3://...")
     p.add_argument("--lora", metavar="DIR", help="what a LoRA run exported, safetensors/step_N/lora; or s3://...")
     p.add_argument("--prompts", metavar="FILE", type=Path, required=True, help="a prompt a line (.txt), or .jsonl")
@@ -48,10 +47,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--height", type=positive, required=True, help="pixels")
     p.add_argument("--width", type=positive, required=True, help="pixels")
     p.add_argument("--frames", type=positive, default=1, help="of a video (default 1)")
-    p.add_argument("--fps", type=above_zero, default=DEFAULTS.fps, help="of a video (default %(default)g)")
-    p.add_argument("--steps", type=positive, default=DEFAULTS.eval_steps, help="denoising steps (default %(default)s)")
+    p.add_argument("--fps", type=above_zero, default=FPS, help="of a video (default %(default)g)")
+    p.add_argument("--steps", type=positive, default=EVAL_STEPS, help="denoising steps (default %(default)s)")
     p.add_argument("--solver", choices=["ode", "dpm2"], help="of first or second order (default: as the pipeline's)")
-    p.add_argument("--guidance", type=guidance, default=DEFAULTS.guidance_scale, metavar="W", help="1 (default): none")
+    p.add_argument("--guidance", type=guidance, default=GUIDANCE_SCALE, metavar="W", help="1 (default): none")
     p.add_argument("--guidance-low", type=guidance, metavar="W", help="of a second expert (default: as --guidance)")
     p.add_argument(
         "--guidance-batch", choices=["separate", "joint"], default="separate", help="joint: both passes in one forward"
@@ -60,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seeds", type=natural, nargs="+", default=[0], metavar="SEED", help="each draws every prompt once")
     p.add_argument("--batch", type=positive, default=1, help="samples denoised at once (default 1)")
     p.add_argument("--max-sequence-length", type=positive, metavar="N", help="text tokens (default: the pipeline's)")
+    p.add_argument("--revision", help="branch, tag or commit of a --model of the hub (default main)")
     p.add_argument("--family", metavar="package.module:Class", help="your own model family (docs/models.md)")
     p.add_argument("--prompt-template", choices=["stock", "none"], help="of pipelines that have one")
     p.add_argument("--guardrail", choices=["stock", "off"], default="stock", help="of pipelines that have one")
@@ -192,6 +192,7 @@ def load_sampler(args: argparse.Namespace) -> Sampler:
     from wfm_ds.models.loading import chosen_device
     from wfm_ds.models.sampler import Sampler
     from wfm_ds.models.text_cache import TextCache
+    from wfm_ds.recipe.sampling import SamplingRecipe
 
     device = chosen_device(args.device)
     dtype = torch.bfloat16 if is_low_precision(args, device) else torch.float32
@@ -201,6 +202,7 @@ def load_sampler(args: argparse.Namespace) -> Sampler:
         device=device,
         vae_dtype=torch.bfloat16 if args.vae_dtype == "bfloat16" else torch.float32,
         own_family=args.family,
+        revision=args.revision,
         max_sequence_length=args.max_sequence_length,
         prompt_template=args.prompt_template,
         guardrail=args.guardrail,

@@ -30,55 +30,17 @@ from pathlib import Path
 import wfm_ds
 from wfm_ds.distributed.accelerator import accelerator_present
 from wfm_ds.distributed.gpus import ALL, NOTE, VISIBLE, names, noted
+from wfm_ds.distributed.runner_line import VERSION, scan
 from wfm_ds.distributed.world import free_port
 from wfm_ds.errors import UserError
 from wfm_ds.program import exit_code
 
-SWITCHES = frozenset(
-    (
-        *("--module", "--no_python", "--no_local_rank", "--no_ssh", "--no_ssh_check", "--force_multi", "--save_pid"),
-        *("--bind_cores_to_rank", "-q", "--quiet", "-h", "--help"),
-    )
-)
-"""The runner's options that take no value; all others take one. Compared with the runner's parser by a test."""
-# Options with a value that decide something here.
-READ_HERE = (
-    *("--hostfile", "--node_rank", "--master_port"),
-    *("--num_gpus", "--num_accelerators", "--num_nodes", "--include", "--exclude"),
-)
-SHORT = {"-m": "--module", "-H": "--hostfile", "-i": "--include", "-e": "--exclude", "--num_accelerators": "--num_gpus"}
 DEFAULT_HOSTFILE = Path("/job/hostfile")  # the runner reads it unasked, and the launch becomes one of several nodes
 FINAL_STATUS = ("finished", "preempted")
 GRACE_S = 600.0  # for a checkpoint of a large model; WFM_GRACE_S changes it
 TERM_S = 35.0  # the inner launcher gives each rank 30 s before it kills it
 REPEAT_S = 2.0  # signals closer than this count as one: terminals and schedulers like to send several
 REAP_S = 30.0
-
-
-def scan(argv: Sequence[str]) -> tuple[dict[str, tuple[int, str]], int | None]:
-    """The options of the runner's part as {full name: (index, value)}, and the index of the script or module name.
-
-    Read as argparse does: `--name=value`, unambiguous beginnings of long options, values glued to short ones.
-    """
-    given: dict[str, tuple[int, str]] = {}
-    i = 0
-    while i < len(argv) and argv[i].startswith("-"):
-        word, equals, value = argv[i].partition("=")
-        width = 1
-        if not word.startswith("--") and len(word) > len("-H"):
-            word, value = argv[i][:2], argv[i][2:]  # -Hfile
-        elif not equals and full_name(word) not in SWITCHES:
-            value, width = " ".join(argv[i + 1 : i + 2]), 2
-        given[full_name(word)] = (i, value)
-        i += width
-    return given, i if i < len(argv) else None
-
-
-def full_name(word: str) -> str:
-    """`--node_r` is --node_rank and -m is --module; options that decide nothing here stay as they are."""
-    if word.startswith("--") and word not in SWITCHES:
-        word = next((name for name in (*sorted(SWITCHES), *READ_HERE) if name.startswith(word)), word)
-    return SHORT.get(word, word)
 
 
 def rewrite(argv: Sequence[str]) -> tuple[list[str], int | None]:
@@ -151,6 +113,19 @@ def with_users_gpus(argv: list[str], environ: Mapping[str, str]) -> tuple[list[s
         raise UserError(f"--num_gpus {wanted}: {VISIBLE}={visible} has {len(there)} of them")
     width = 1 if "=" in argv[at] else 2
     return argv[:at] + argv[at + width :], {NOTE: visible, VISIBLE: ",".join(there[:wanted])}
+
+
+def asked_for_help(argv: Sequence[str]) -> list[str] | None:
+    """A module of ours and its words if they only ask for --help or --version: no job, so no ranks that repeat it."""
+    given, name_at = scan(argv)
+    if "--module" not in given or name_at is None or not argv[name_at].startswith("wfm_ds."):
+        return None
+    shortest = len("--h")
+    asked = any(
+        word == "-h" or (len(word) >= shortest and any(name.startswith(word) for name in ("--help", "--version")))
+        for word in argv[name_at + 1 :]
+    )
+    return list(argv[name_at:]) if asked else None
 
 
 def say(text: str) -> None:
@@ -310,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(argv: Sequence[str]) -> int:
     """Start what the line names; its options are the runner's, so nothing is parsed here but what must be known."""
-    if list(argv[:1]) == ["--wfm-version"]:
+    if list(argv[:1]) == [VERSION]:
         sys.stdout.write(f"wfm_ds {wfm_ds.__version__}\n")
         return 0
     grace_s = grace_from(os.environ)
@@ -319,6 +294,8 @@ def run(argv: Sequence[str]) -> int:
         lines = [line.split()[0] for line in DEFAULT_HOSTFILE.read_text().splitlines() if line.split()]
         hosts = [name for name in lines if not name.startswith("#")]
         say(f"{DEFAULT_HOSTFILE} exists, so this is a launch on its nodes: {', '.join(hosts)}")
+    if (module := asked_for_help(argv)) is not None:
+        return subprocess.run([sys.executable, "-m", *module]).returncode
     job = plan(argv, os.environ, has_accelerator=accelerator_present(), has_hostfile=has_hostfile)
     return launch(job, grace_s)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from wfm_ds.errors import UserError
 
@@ -16,6 +17,16 @@ USER_ERROR = 2
 
 Fail = Callable[[str], int]
 """Say that a user's mistake ends the command, and return the exit code (or end the process with it)."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose refusal is a user's mistake like any other: one sentence, said once however many ranks there are.
+
+    The words `%(prog)s` of its epilog become the command as it was typed, so that an example can be pasted.
+    """
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} ({self.prog} --help shows what there is)")
 
 
 def program(
@@ -29,8 +40,7 @@ def program(
 
     Options may stand between and behind the positional words. `work` returns an exit code of its own, or None for 0.
     """
-    args = parser.parse_intermixed_args(argv)
-    return exit_code(lambda: work(args), fail=fail)
+    return exit_code(lambda: work(parser.parse_intermixed_args(argv)), fail=fail)
 
 
 def exit_code(work: Callable[[], int | None], *, fail: Fail | None = None) -> int:

@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from wfm_ds.errors import UserError
-from wfm_ds.program import program
+from wfm_ds.program import Parser, program
+from wfm_ds.recipe import shipped
 
-REPOSITORY = Path(__file__).parent.parent
 MARKER = "QUICKSTART"
 GRID_ROWS, GRID_COLUMNS = 8, 10
 METRICS = {
@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return program(parser(), run, argv)
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="wfm_ds.quickstart", description=__doc__.split("\n")[0])
+def parser() -> Parser:
+    p = Parser(prog="python -m wfm_ds.quickstart", description=__doc__.split("\n")[0])
     p.add_argument("--output", type=Path, default=Path("outputs/quickstart"), help="replaced if a quickstart made it")
     p.add_argument("--seed", type=int, default=0, help="run.seed of both runs")
     p.add_argument("--control", action="store_true", help="shuffle the rewards: RL must not gain")
@@ -89,7 +89,7 @@ def train(recipe: str, *overrides: str) -> dict[str, Any]:
         str(num_ranks()),
         "-m",
         "wfm_ds.train",
-        str(REPOSITORY / "recipes" / "digits" / recipe),
+        str(shipped.require(f"digits/{recipe}")),
     ]
     say(" ".join([*command, *overrides]))
     code = subprocess.run(

@@ -28,7 +28,7 @@ from wfm_ds.models import registry, vae
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.guardrail import Guardrail
 from wfm_ds.models.tiny import write_tiny
-from wfm_ds.recipe.sections import AttentionName
+from wfm_ds.recipe.stated import AttentionName
 from wfm_ds.training.flops import count_flops
 
 KERNELS: tuple[AttentionName, ...] = ("native", "cudnn", "flash", "flash3", "sage")

@@ -22,7 +22,7 @@ from benchmarks import report
 from benchmarks.learning.curves import Evaluation, crossing, evaluations, mean_or_none
 from benchmarks.learning.pictures import plot
 from benchmarks.learning.runs import REVISION, Run, revisions, train_all, train_starts
-from benchmarks.learning.variants import BASELINES, GOALS, LEVELS, REPOSITORY, VARIANTS
+from benchmarks.learning.variants import BASELINES, GOALS, LEVELS, OF_THE_STUDY, REPOSITORY, VARIANTS
 from wfm_ds.program import program
 
 PICTURE = REPOSITORY / "docs" / "images" / "learning.png"
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, default=Path("outputs/learning"), help="where the runs are kept")
     p.add_argument("--starts", type=int, nargs="+", choices=LEVELS, default=list(LEVELS), help="seeds of SFT")
     p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of RL")
-    p.add_argument("--algorithms", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    p.add_argument("--algorithms", nargs="+", choices=VARIANTS, default=list(OF_THE_STUDY))
     p.add_argument("--controls", type=int, default=1, help="seeds that are repeated with shuffled rewards")
     p.add_argument("--jobs", type=int, default=2, help="runs at a time")
     p.add_argument("--finished", action="store_true", help="train nothing: report the runs that are there")

@@ -30,7 +30,7 @@ BASELINES = ("nft_published", "flow_grpo_published")
 
 NFT = Variant("DiffusionNFT", DIGITS / "nft.yaml")
 LEVELS_OF_NFT = "levels: stratified, num_levels: 2, updates_per_rollout: 2"
-VARIANTS: Mapping[str, Variant] = {
+OF_THE_STUDY: Mapping[str, Variant] = {
     "nft_published": Variant("DiffusionNFT, published settings", PUBLISHED / "nft.yaml"),
     "flow_grpo_published": Variant("FlowGRPO, published settings", PUBLISHED / "flow_grpo.yaml"),
     "nft": NFT,
@@ -49,3 +49,15 @@ VARIANTS: Mapping[str, Variant] = {
     "flow_grpo_fast": Variant("FlowGRPO-Fast", DIGITS / "flow_grpo_fast.yaml", every=5, starts=(0,)),
     "ddrl": Variant("DDRL", DIGITS / "ddrl.yaml", data="images", every=8, starts=(0,)),
 }
+
+# Asked for by name: what a base in float8 changes, against the runs of the same name without it.
+IN_FLOAT8: Mapping[str, Variant] = {
+    f"{name}_fp8": replace(
+        OF_THE_STUDY[name],
+        title=f"{OF_THE_STUDY[name].title}, base in float8",
+        overrides=(*OF_THE_STUDY[name].overrides, "model.base_precision=fp8"),
+        starts=(0,),
+    )
+    for name in ("nft", "flow_grpo_fast", "ddrl")
+}
+VARIANTS: Mapping[str, Variant] = {**OF_THE_STUDY, **IN_FLOAT8}

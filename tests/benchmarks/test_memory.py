@@ -8,7 +8,7 @@ from wfm_ds.monitoring.stopwatch import GIB
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.run.fit import fits
 
-RECIPES = sorted(memory.RECIPES.glob("*.yaml"))
+RECIPES = memory.shipped()
 
 
 def stated(path):
@@ -35,6 +35,17 @@ def marks(path):
 @pytest.mark.parametrize("path", [pytest.param(p, id=p.stem, marks=marks(p)) for p in RECIPES])
 def test_the_statement_is_the_estimate(path):
     assert memory.statement(path) in path.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.slow
+def test_what_a_base_in_fewer_bits_saves_is_its_bytes(monkeypatch):
+    monkeypatch.setattr(memory, "PRECISIONS", (None, "fp8", "int8"))
+    row = memory.precisions_row(memory.RECIPES / "sd3_nft.yaml", [], 8)
+    (plain, peak), *others = [tuple(map(float, cell.split(" of "))) for cell in row.strip("| ").split(" | ")[1:]]
+    assert others[0] == others[1]  # a byte a weight and a scale a row, both
+    weights, its_peak = others[0]
+    assert weights == pytest.approx(plain - 1.3, abs=0.11)  # 1.36e9 weights in blocks
+    assert peak - its_peak == pytest.approx(plain - weights, abs=0.11)
 
 
 def test_a_recipe_of_another_model_is_refused(root):

@@ -16,6 +16,7 @@ from torch.testing import assert_close
 from folders import contents
 from wfm_ds.checkpoint.export import export, loading_lines
 from wfm_ds.checkpoint.target import ExportTarget
+from wfm_ds.engine.base_precision import quantise_base
 from wfm_ds.errors import ModelError, UserError
 from wfm_ds.models import registry
 
@@ -139,6 +140,22 @@ def test_plain_diffusers_draws_the_lora_models_image(adapted, tmp_path):
     got = pixels(pipe, model.pipeline_call(2.0, 32, 32))
     assert_close(got, drawn_by(model), atol=1e-5, rtol=0)
     assert (got - without).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_an_adapter_of_a_base_in_fewer_bits_loads_into_the_plain_pipeline_in_bfloat16(precision, model, tmp_path):
+    quantise_base(model.denoiser, model.block_classes, precision, torch.float32, torch.device("cpu"))
+    source = add_adapter(model)
+    folder = export(ExportTarget.of(model), source, tmp_path / "out", **MAIN)
+    pipe = DiffusionPipeline.from_pretrained(model.path, torch_dtype=torch.bfloat16, local_files_only=True)
+    without = pixels(pipe, model.pipeline_call(2.0, 32, 32))
+    pipe.load_lora_weights(str(folder), weight_name="model.safetensors", adapter_name="default")
+    trained = {n: p for n, p in model.denoiser.named_parameters() if ".lora_" in n}
+    loaded = dict(pipe.transformer.named_parameters())
+    assert trained
+    assert all(torch.equal(loaded[name], tensor.to(torch.bfloat16)) for name, tensor in trained.items())
+    got = pixels(pipe, model.pipeline_call(2.0, 32, 32))
+    assert (got - drawn_by(model)).float().norm() < 0.5 * (got - without).float().norm()
 
 
 def test_lora_header_and_config_say_the_same(adapted, tmp_path):

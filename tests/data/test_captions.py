@@ -28,7 +28,7 @@ def prompts(folder):
 def test_one_prompt_for_all(folder, capsys):
     assert main([str(folder), "--prompt", " a caf\xe9 "]) == 0
     assert prompts(folder) == {"a": ("a caf\xe9", {}), "sub/b.v2": ("a caf\xe9", {})}
-    assert capsys.readouterr().out == f"2 captions in {folder}\n"
+    assert capsys.readouterr().out == f"2 captions in {folder} (NAME.json)\n"
 
 
 def test_text_that_utf8_cannot_encode_is_refused_before_anything_is_written(folder, tmp_path, capsys):

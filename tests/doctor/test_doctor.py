@@ -65,6 +65,17 @@ def test_a_version_that_another_package_refuses_is_an_error(tmp_path, monkeypatc
     assert (finding.level, finding.text) == ("error", "3.0: asker asks for answer<2, 3.0 is there")
 
 
+def test_another_deepspeed_than_the_tested_one_is_warned_of(root, tmp_path, monkeypatch):
+    assert doctor_machine.tested_versions(root / "constraints.txt")["deepspeed"] == doctor_machine.TESTED_DEEPSPEED
+    folder = tmp_path / "deepspeed-0.19.9.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.19.9\n")
+    monkeypatch.setattr(doctor_machine, "unmet", lambda package: iter(()))
+    monkeypatch.syspath_prepend(tmp_path)
+    finding = doctor_machine.version_finding("deepspeed")
+    assert (finding.level, finding.advice) == ("warning", "pip install deepspeed==0.19.8")
+
+
 def test_the_constraints_are_read(root):
     versions = doctor_machine.tested_versions(root / "constraints.txt")
     assert {"torch", "deepspeed", "diffusers", "transformers", "peft"} <= versions.keys()

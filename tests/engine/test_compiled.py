@@ -9,6 +9,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from multi_rank.sharing import CASES, built, forwards, run
+from wfm_ds.engine.base_precision import quantise_base
 from wfm_ds.engine.compiled import MOST_GRAPHS, compile_blocks
 from wfm_ds.engine.flops import adapted_layers
 from wfm_ds.engine.merging import AdapterMerge
@@ -124,6 +125,25 @@ def test_zero3_is_refused_unless_it_gathers_outside_the_blocks(tiny):
     deepspeed_config(tiny(), **config)
     with pytest.raises(RecipeError, match=r"zero3\.json: engine\.compile cannot compile blocks .* use zero2"):
         deepspeed_config(tiny("engine.deepspeed=zero3"), **config)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_blocks_on_a_base_in_fewer_bits_are_one_graph_each(precision, count):
+    case, block_classes = CASES["sd3"], families()["sd3"].block_classes
+    eager = built(case, heads=8, lora=True, checkpointing=True)  # whose sides are multiples of 16
+    assert quantise_base(eager, block_classes, precision, torch.float32, torch.device("cpu"))
+    compiled = copy.deepcopy(eager)
+    compile_blocks(compiled, block_classes)
+    (output,), gradients = run(compiled, case, case.sizes[:1])
+    (want,), want_gradients = run(eager, case, case.sizes[:1])
+    assert count()[1] == 0
+    # A last bit of an input in float32 may round its number in float8 the other way.
+    torch.testing.assert_close(output, want, rtol=1e-3, atol=1e-3)
+    assert gradients.keys() == want_gradients.keys()
+    for layer, gradient in want_gradients.items():
+        assert (gradients[layer] - gradient).norm() <= 1e-2 * gradient.norm(), layer
 
 
 @pytest.mark.slow

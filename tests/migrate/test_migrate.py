@@ -9,8 +9,9 @@ from migrate.configurations import COSMOS_DDRL, SANA_VIDEO_SFT, SD3_NFT, SD3_SFT
 from wfm_ds.errors import RecipeError
 from wfm_ds.migrate import dropped as migrate_gone
 from wfm_ds.migrate import keys as migrate_keys
-from wfm_ds.migrate.command import check, flatten, main, mend, migrate, mode_of, render
+from wfm_ds.migrate.command import main
 from wfm_ds.migrate.config import DDRL, NFT, SFT, WFM_SFT
+from wfm_ds.migrate.translation import check, flatten, mend, migrate, mode_of, render
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.run.folder import flat

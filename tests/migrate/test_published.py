@@ -6,7 +6,8 @@ import tomllib
 import pytest
 
 from migrate.configurations import COSMOS_DDRL, SANA_VIDEO_SFT, SD3_NFT, put
-from wfm_ds.migrate.command import main, migrate, render
+from wfm_ds.migrate.command import main
+from wfm_ds.migrate.translation import migrate, render
 
 POLICY, RL = "train.train_policy", "model.rl"
 WEB = "dataloader_train.video_dataloader.dataloader"

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -34,6 +35,17 @@ CASES = {
     "dpo full zero3": ("sd3_dpo", [*SFT, *FULL, "algorithm.beta=50"]),
     "sft full zero3": ("sd3_sft", [*SFT, *FULL, "model.dtype=bfloat16"]),
 }
+if find_spec("bitsandbytes"):
+    CASES["nft lora nf4 8-bit moments zero2"] = (
+        "sd3_nft",
+        [*NFT, *LORA, "lora.rank=32", "model.base_precision=nf4", "optimizer.name=adamw8bit"],
+    )
+    CASES["sft full 8-bit moments zero3"] = ("sd3_sft", [*SFT, *FULL, "optimizer.name=adamw8bit"])
+if find_spec("torchao"):
+    CASES["nft full float8 zero2"] = (
+        "sd3_nft",
+        [*NFT, "lora=null", "engine.deepspeed=zero2", "model.dtype=bfloat16", "model.fp8_training=torchao"],
+    )
 SLOW = tuple(sorted(CASES.keys() - {"nft lora zero2", "sft lora zero2", "sft full zero3"}))
 
 

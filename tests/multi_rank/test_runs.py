@@ -31,6 +31,7 @@ GRPO = {
         ["algorithm.guard=true", "algorithm.guard_reweight=false", "lora=null", "engine.deepspeed=zero3"],
     ),
     "same noise, best and worst, shares": ("sd3_dance_grpo", ["engine.deepspeed=zero2"]),
+    "base in float8": ("sd3_flow_grpo", ["model.base_precision=fp8"]),
     "divergence": ("sd3_flow_dppo", ["algorithm.divergence=1e-6"]),
     "divergence, guard, full zero3": (
         "sd3_flow_dppo",
@@ -69,6 +70,7 @@ def both(one_rank, two_ranks, tiny_pipelines, tmp_path):
 def test_nft_on_two_ranks_is_nft_on_one(case, both, tmp_path):
     both("sd3_nft", "engine.guard=true", OLD, *NFT[case])
     steps = [r for r in records(tmp_path / "one") if "loss/total" in r]
+    assert steps[0]["nft/old_deviation"] == 0.0  # equal policies predict equal bits
     # All policies differ, so that equality says something.
     assert min(steps[-1][tag] for tag in ("kl/ref", "nft/old_deviation", "nft/old_ref_deviation")) > 1e-5
     assert_same_runs(tmp_path / "one", tmp_path / "two")

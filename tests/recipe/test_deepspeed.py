@@ -179,6 +179,27 @@ def test_what_needs_whole_weights_is_refused_with_shards_but_workers_have_none(k
     assert sharded(mode="async")["zero_optimization"]["stage"] == 3
 
 
+def test_low_precision_in_training_is_refused_where_a_stage_takes_its_use():
+    changed = {
+        "in eight bits": ("optimizer", {"name": "adamw8bit"}),
+        "in float8": ("model", {"fp8_training": "torchao"}),
+    }
+
+    def of(what, stage):
+        section, keys = changed[what]
+        known = recipe(stage)
+        return known.model_copy(update={section: getattr(known, section).model_copy(update=keys)})
+
+    merged(of("in eight bits", "zero3"))
+    with pytest.raises(
+        RecipeError, match=r"zero3_offload.json: offload keeps the moments on the host.* set it to adamw"
+    ):
+        merged(of("in eight bits", "zero3_offload"))
+    merged(of("in float8", "zero2"))
+    with pytest.raises(RecipeError, match=r"zero3.json: model.fp8_training keeps weights .*: use zero1 or zero2"):
+        merged(of("in float8", "zero3"))
+
+
 def test_hpz_is_fine_with_copies():
     merged(recipe("zero3_hpz"), policies=EVERYTHING)
 

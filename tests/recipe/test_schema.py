@@ -54,6 +54,43 @@ def test_a_base_in_float8_is_one_that_does_not_train_and_is_not_merged_into():
         Recipe.model_validate({**MERGED, "model": of_fp8["model"]})
 
 
+def test_products_in_float8_are_for_training_all_weights():
+    of_fp8 = {**RL, "model": {**RL["model"], "fp8_training": "torchao"}}
+    assert Recipe.model_validate(of_fp8).model.fp8_training == "torchao"
+    with pytest.raises(ValueError, match=r"fp8_training is for training all weights: remove the lora section, or set"):
+        Recipe.model_validate({**of_fp8, "lora": {"rank": 4}})
+
+
+def test_workers_may_keep_the_base_otherwise_where_nobody_reads_their_log_probabilities():
+    def of(**keys):
+        changed = {**RL, "lora": {"rank": 4}, **keys}
+        rollout = {"group_size": 4, "mode": "async", "base_precision": "fp8", **keys.get("rollout", {})}
+        return Recipe.model_validate({**changed, "rollout": rollout})
+
+    assert of().rollout_precision == "fp8"
+    assert of().model.base_precision is None
+    assert Recipe.model_validate({**RL, "lora": {"rank": 4}}).rollout_precision is None
+    with pytest.raises(ValueError, match=r"colocated does not read rollout\.base_precision"):
+        of(rollout={"mode": "colocated"})
+    with pytest.raises(ValueError, match=r"rollout\.base_precision: fp8 is for a base that does not train"):
+        of(lora=None)
+    with pytest.raises(ValueError, match="adapters cannot be merged into a base in fp8"):
+        of(rollout={"merge_lora": True})
+    refused = r"rollout\.base_precision: algorithm flow_grpo compares the log-probabilities"
+    for keys in ({}, {"old_log_prob": "rollout"}, {"old_log_prob": "recompute"}):
+        with pytest.raises(ValueError, match=refused):
+            of(**GRPO | {"algorithm": {"name": "flow_grpo", **keys}})
+    twice = {**RL["model"], "base_precision": "fp8_twice"}
+    trained = Recipe.model_validate({**RL, "lora": {"rank": 4}, "model": twice})
+    assert trained.rollout_precision == "fp8"  # the same predictions
+    with pytest.raises(ValueError, match="fp8_twice is for a backward pass"):
+        of(rollout={"base_precision": "fp8_twice"})
+    recomputed = GRPO | {"algorithm": {"name": "flow_grpo", "old_log_prob": "recompute"}}
+    assert of(**recomputed, rollout={"max_staleness": 0}).rollout_precision == "fp8"
+    everywhere = {**RL["model"], "base_precision": "fp8"}
+    assert of(**GRPO, model=everywhere).rollout_precision == "fp8"  # one base: log-probabilities are the same
+
+
 def test_forwards_that_exchange_are_not_recorded():
     graphs = {**RL, "rollout": {"group_size": 4, "cuda_graph": True}}
     shared = {"engine": {"sequence_parallel": 2}}

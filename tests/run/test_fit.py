@@ -45,7 +45,7 @@ def test_the_largest_part_names_the_first_key(recipe):
     assert advice(recipe, sampling)[0] == "engine.max_forward_batch below 18"
     assert "data.cache_text: auto" in advice(recipe, sampling)
     heavy = found(train={"weights": 95 * GB, "activations": GB})
-    assert advice(recipe, heavy)[0] == "engine.deepspeed: zero3"
+    assert advice(recipe, heavy)[:2] == ["engine.deepspeed: zero3", "model.base_precision: fp8"]
 
 
 def test_the_verdict_names_the_gpu_or_the_keys(recipe):
@@ -125,5 +125,6 @@ def test_a_recipe_that_is_light_already_is_not_told_to_be(root):
 
 def test_an_average_is_named_where_it_takes_a_copy_of_all_weights(root):
     full = recipe_file.load(root / "recipes" / "tiny" / "sd3_sft.yaml", ["ema.decay=0.9"])
+    assert keys_of("optimizer states", "train", full)[:2] == ["a section lora", "optimizer.name: adamw8bit"]
     assert keys_of("policies", "train", full)[:2] == ["a section lora", "no section ema"]
     assert "engine.micro_batch_size below 4" in keys_of("activations", "encode", full)

@@ -337,7 +337,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         else:
             missed, what = metrics.get("policy/ratio_start_abs_dev", 0.0), "ratios miss 1 by"
             bound, region = min(self.clip_low, self.clip_high), "the clip range"
-        if missed > START_DEVIATION * bound and not self.stale:
+        if missed > START_DEVIATION * bound and not (self.stale or self.recalls_old):
             log.warning(
                 "before the first update %s %.1e on average, over %.0f %% of %s %.1e: "
                 "rollout and training disagree about log-probabilities; set algorithm.old_log_prob to recompute",

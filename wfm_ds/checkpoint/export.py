@@ -26,6 +26,7 @@ from wfm_ds.checkpoint.pipeline_folder import CALL, components, read_index, shar
 from wfm_ds.checkpoint.target import WEIGHTS, ExportTarget, call_json
 from wfm_ds.checkpoint.tensor_file import Spec, TensorFile
 from wfm_ds.errors import ModelError, UserError
+from wfm_ds.models.hub import origin
 from wfm_ds.models.variants import pipeline_variant
 from wfm_ds.storage import atomic
 
@@ -126,7 +127,11 @@ def loading_lines(base: Path, exported: Path, lora: bool) -> str:
     `base` is the pipeline folder that was trained. Raises ModelError if the folder has no readable index.
     """
     pipeline = base if lora else exported
-    arguments = [json.dumps(str(pipeline)), *(f"{name}=None" for name in _must_be_declined(pipeline))]
+    of_hub = origin(pipeline)
+    arguments = [json.dumps(str(pipeline))]
+    if of_hub is not None:
+        arguments = [json.dumps(of_hub[0]), f'revision="{of_hub[1]}"']
+    arguments += [f"{name}=None" for name in _must_be_declined(pipeline)]
     if variant := pipeline_variant(pipeline):
         arguments.append(f'variant="{variant}"')
     lines = ["from diffusers import DiffusionPipeline"]
@@ -206,7 +211,7 @@ def refuse_to_overwrite(out: Path, base: Path) -> None:
     target, source = out.resolve(), base.resolve()
     if target == source or source.is_relative_to(target):
         raise ModelError(f"{out}: the export would replace the base model {base}; choose another folder")
-    known = ("model_index.json", LORA_FOLDER)
+    known = ("model_index.json", "config.json", LORA_FOLDER)
     if out.exists() and any(out.iterdir()) and not any((out / name).exists() for name in known):
         raise ModelError(f"{out}: exists and is not an export; move it away or choose another folder")
 
@@ -320,7 +325,7 @@ def _stored(own: torch.dtype, chosen: torch.dtype) -> torch.dtype:
     return chosen if own.is_floating_point else own
 
 
-def planned_shards(specs: Mapping[str, Spec], shard_bytes: int) -> dict[str, dict[str, Spec]]:
+def planned_shards(specs: Mapping[str, Spec], shard_bytes: int, stem: str = WEIGHTS) -> dict[str, dict[str, Spec]]:
     """Distribute tensors over files, under the names that diffusers looks for: at most `shard_bytes` of tensors in
     each, in their order; a larger tensor fills a file alone."""
     shards: list[dict[str, Spec]] = [{}]
@@ -333,8 +338,8 @@ def planned_shards(specs: Mapping[str, Spec], shard_bytes: int) -> dict[str, dic
         held_bytes += spec.nbytes
     count = len(shards)
     if count == 1:
-        return {f"{WEIGHTS}.safetensors": shards[0]}
-    return {f"{WEIGHTS}-{i:05d}-of-{count:05d}.safetensors": shard for i, shard in enumerate(shards, start=1)}
+        return {f"{stem}.safetensors": shards[0]}
+    return {f"{stem}-{i:05d}-of-{count:05d}.safetensors": shard for i, shard in enumerate(shards, start=1)}
 
 
 def _check_expected(name: str, tensor: Tensor, missing: Mapping[str, Spec]) -> None:

@@ -22,7 +22,7 @@ from wfm_ds.storage.regular import read_regular
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 RECENT_S = 60.0  # the coarsest clock of a file system ticks every 2 s, and that of a server may be behind ours
 
 

@@ -1,28 +1,29 @@
-"""`python -m wfm_ds.data.captions DIR`: writes NAME.json beside each image and video, which makes DIR a paired folder.
+"""`wfm data captions DIR` (`python -m wfm_ds.data.captions DIR`): writes a caption for each image and video.
 
 --prompt "..." gives all of them one caption, --from FILE.csv or FILE.jsonl each its own: columns or keys `file` (a path
-below DIR) and `prompt`; all others become metadata.
+below DIR) and `prompt`; all others become metadata. --layout says where captions go: NAME.json or NAME.txt beside the
+medium, or the metas/NAME.txt of a Cosmos folder.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from wfm_ds.data.cosmos import MEDIA_FOLDERS
 from wfm_ds.data.paired import walk
 from wfm_ds.data.samples import MEDIA_SUFFIXES, is_encodable
+from wfm_ds.data.table import table_rows
 from wfm_ds.errors import DataError
-from wfm_ds.program import program
+from wfm_ds.program import Parser, program
 from wfm_ds.storage import atomic
-from wfm_ds.storage.regular import open_regular
 
 NUM_SHOWN = 10
+LAYOUTS = {"json": "NAME.json", "txt": "NAME.txt", "cosmos": "metas/NAME.txt"}
 
 Caption = Mapping[str, Any]
 """Content of a NAME.json: `prompt`, and any metadata."""
@@ -44,50 +45,22 @@ def read_table(table: Path) -> dict[str, Caption]:
     DataError, with the line, for a row without `file` or `prompt`, and for a file that comes twice.
     """
     captions: dict[str, Caption] = {}
-    for number, row in table_rows(table):
+    for found in table_rows(table):
+        row, where = dict(found.values), f"{table}: {found.place}"
         file, prompt = row.pop("file", None), row.get("prompt")
         if not isinstance(file, str) or not file or not isinstance(prompt, str) or not prompt.strip():
-            raise DataError(f"{table}: line {number} has no `file` or no `prompt`")
+            raise DataError(f"{where} has no `file` or no `prompt`")
         if not is_encodable(row):
-            raise DataError(f"{table}: line {number} has text that UTF-8 cannot encode")
+            raise DataError(f"{where} has text that UTF-8 cannot encode")
         if file in captions:
-            raise DataError(f"{table}: line {number} names {file} again")
+            raise DataError(f"{where} names {file} again")
         captions[file] = row
     return captions
 
 
-def table_rows(table: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Read rows with the numbers of the lines on which they end."""
-    try:
-        with io.TextIOWrapper(open_regular(table), encoding="utf-8-sig", newline="") as file:
-            if table.suffix.lower() == ".jsonl":
-                return [(n, json_row(table, n, line)) for n, line in enumerate(file, start=1) if line.strip()]
-            if table.suffix.lower() == ".csv":
-                reader = csv.DictReader(file, strict=True)
-                return [(reader.line_num, csv_row(table, reader.line_num, row)) for row in reader]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{table} cannot be read: {error}") from error
-    raise DataError(f"{table} is neither a .csv nor a .jsonl file")
-
-
-def json_row(table: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{table}: line {number} is not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{table}: line {number} is not a JSON object")
-    return row
-
-
-def csv_row(table: Path, number: int, row: dict[str | None, Any]) -> dict[str, Any]:
-    if None in row or None in row.values():
-        raise DataError(f"{table}: line {number} has more or fewer fields than the header")
-    return {str(name): value for name, value in row.items()}
-
-
-def planned(folder: Path, captions: Mapping[str, Caption]) -> dict[Path, Caption]:
-    """Return the caption files to be written. DataError if the table and the folder do not name the same media."""
+def planned(folder: Path, captions: Mapping[str, Caption], layout: str = "json") -> dict[Path, Caption]:
+    """Return the caption files to be written. DataError if the table and the folder do not name the same media, or if
+    the layout has no place for a caption."""
     media = {path.relative_to(folder).as_posix(): path for path in media_files(folder)}
     for problem, names in (
         ("are in the table but not in", sorted(captions.keys() - media.keys())),
@@ -95,10 +68,26 @@ def planned(folder: Path, captions: Mapping[str, Caption]) -> dict[Path, Caption
     ):
         if names:
             raise DataError(f"{len(names)} files {problem} {folder}, e.g. {', '.join(names[:NUM_SHOWN])}")
-    plan = {media[name].with_suffix(".json"): caption for name, caption in captions.items()}
+    more = sorted({key for caption in captions.values() for key in caption if key != "prompt"})
+    if more and layout != "json":
+        raise DataError(f"--layout {layout} keeps captions alone, and the table has {', '.join(more)}: use json")
+    plan = {place_of(folder, media[name], layout): caption for name, caption in captions.items()}
     if len(plan) < len(media):
         raise DataError(f"{folder}: media of the same name but another suffix share one caption")
     return plan
+
+
+def place_of(folder: Path, medium: Path, layout: str) -> Path:
+    """Return the caption file of a medium. DataError for a medium that a Cosmos folder cannot hold where it is."""
+    if layout != "cosmos":
+        return medium.with_suffix(f".{layout}")
+    top, *below = medium.relative_to(folder).parts
+    if not below or medium.suffix.lower() not in MEDIA_FOLDERS.get(top, ()):
+        raise DataError(
+            f"{medium}: a Cosmos folder has its videos in {folder / 'videos'} and its images in {folder / 'images'}: "
+            "move it there"
+        )
+    return folder.joinpath("metas", *below).with_suffix(".txt")
 
 
 def write_captions(plan: Mapping[Path, Caption], *, overwrite: bool) -> int:
@@ -107,18 +96,30 @@ def write_captions(plan: Mapping[Path, Caption], *, overwrite: bool) -> int:
     if there and not overwrite:
         raise DataError(f"{len(there)} captions exist, e.g. {there[0]}: --overwrite replaces them")
     for path, caption in plan.items():
-        atomic.write_text(path, json.dumps(caption, ensure_ascii=False) + "\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_text(path, content_of(path, caption))
     return len(plan)
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="wfm_ds.data.captions", description="Write NAME.json with a caption beside each image and video."
+def content_of(path: Path, caption: Caption) -> str:
+    if path.suffix == ".json":
+        return json.dumps(caption, ensure_ascii=False) + "\n"
+    return " ".join(line.strip() for line in str(caption["prompt"]).splitlines() if line.strip()) + "\n"
+
+
+def parser() -> Parser:
+    p = Parser(
+        prog="wfm data captions",
+        description="Write a caption for each image and video of a folder.",
+        epilog='Example: %(prog)s my_pictures --prompt "a robot" --layout txt',
     )
     p.add_argument("folder", type=Path, help="a folder with images and videos, at any depth")
     source = p.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="the caption of all of them")
     source.add_argument("--from", dest="table", type=Path, metavar="FILE", help=".csv or .jsonl with file and prompt")
+    p.add_argument(
+        "--layout", choices=list(LAYOUTS), default="json", help="NAME.json or NAME.txt beside each, or metas/NAME.txt"
+    )
     p.add_argument("--overwrite", action="store_true", help="replace captions that exist")
     return p
 
@@ -135,8 +136,8 @@ def run(args: argparse.Namespace) -> None:
             raise DataError("--prompt is blank, or text that UTF-8 cannot encode")
         names = [path.relative_to(args.folder).as_posix() for path in media_files(args.folder)]
         captions = {name: {"prompt": args.prompt.strip()} for name in names}
-    count = write_captions(planned(args.folder, captions), overwrite=args.overwrite)
-    sys.stdout.write(f"{count} captions in {args.folder}\n")
+    count = write_captions(planned(args.folder, captions, args.layout), overwrite=args.overwrite)
+    sys.stdout.write(f"{count} captions in {args.folder} ({LAYOUTS[args.layout]})\n")
 
 
 if __name__ == "__main__":

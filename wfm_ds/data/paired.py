@@ -1,4 +1,4 @@
-"""The SFT folder: NAME.json with a prompt beside NAME.png or NAME.mp4. Finds and pairs files, decodes nothing."""
+"""The SFT folder: NAME.txt or NAME.json beside NAME.png or NAME.mp4. Finds and pairs files, decodes nothing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from wfm_ds.data.caption_cache import CaptionCache, read_caption
+from wfm_ds.data.layout import maker_of
 from wfm_ds.data.samples import (
     MEDIA_SUFFIXES,
     LocalFile,
@@ -16,6 +17,7 @@ from wfm_ds.data.samples import (
     SampleSet,
     pack_prompt,
     parse_caption,
+    parse_object,
     printable,
     unpack_prompt,
 )
@@ -24,54 +26,95 @@ from wfm_ds.errors import DataError
 from wfm_ds.storage.filesystem import shortened
 from wfm_ds.types import Prompt
 
-SUFFIXES = MEDIA_SUFFIXES | {".json"}
+TEXT_SUFFIXES = frozenset({".txt", ".caption"})
+SUFFIXES = MEDIA_SUFFIXES | TEXT_SUFFIXES | {".json"}
 
 
 class PairedFolder(SampleSet):
     """Captioned media of a folder. An id is the path below it, without the last suffix, with forward slashes.
 
-    Any depth and any case of suffix; other files, and whatever starts with a dot, are ignored. Links to folders are
-    followed.
+    The caption is `prompt` of NAME.json, else the text of NAME.txt or NAME.caption, and a JSON without `prompt` is then
+    its metadata. Any depth and any case of suffix; other files, and whatever starts with a dot, are ignored. Links to
+    folders are followed.
     """
 
-    def __init__(self, folder: Path, *, max_bad_fraction: float, cache_dir: Path | None = None) -> None:
-        """`cache_dir`: where captions are kept for the next scan (caption_cache.py); None: nowhere.
+    def __init__(
+        self, folder: Path, *, max_bad_fraction: float, cache_dir: Path | None = None, default: str | None = None
+    ) -> None:
+        """`cache_dir`: where captions are kept for the next scan (caption_cache.py); None: nowhere. `default`: the
+        caption of media that have none beside them; None: they cannot be used.
 
         Raises DataError if there is no usable sample, or if more than this share of the entries is bad.
         """
         super().__init__(str(folder))
+        self.folder, self.default = folder, default
+        self.num_default = 0
+        self._num_objects = self._num_texts = 0  # JSON files, and media whose caption is a text file's
+        self.lone_texts: list[str] = []  # text files without a medium of their name: notes and licences, or captions
         if not os.path.isdir(folder):  # not an error where we may not look
+            if not os.path.lexists(folder) and (made := maker_of(folder)) is not None:
+                raise DataError(f"{shortened(folder)} is not there: {made} makes it")
             raise DataError(
-                f"{shortened(folder)} is not a folder: name one with NAME.json beside each NAME.png or NAME.mp4"
+                f"{shortened(folder)} is not a folder: name one with NAME.txt or NAME.json beside each NAME.png or "
+                "NAME.mp4"
             )
-        kept = None if cache_dir is None else CaptionCache(folder, cache_dir, now_ns=time.time_ns())
+        self._kept = None if cache_dir is None else CaptionCache(folder, cache_dir, now_ns=time.time_ns())
         entries = group_by_stem(folder)
-        if not entries:
-            raise DataError(f"{folder} holds no captioned media: put NAME.json beside each NAME.png or NAME.mp4")
         for sample_id in sorted(entries):
             LIVENESS.advance()
-            self._add(sample_id, entries[sample_id], kept)
-        if kept is not None:
-            kept.save()
+            self._add(sample_id, entries[sample_id])
+        if not self.samples and not self.bad:
+            raise DataError(self.described_empty())
+        self._judge_lone_texts()
+        if self._kept is not None:
+            self._kept.save()
+        if self.num_default:
+            self.notes.append(f"{self.num_default} media without a caption get data.prompt")
         self.check(max_bad_fraction)
 
-    def _add(self, sample_id: str, files: list[str], kept: CaptionCache | None) -> None:
-        captions = [path for path in files if is_caption(path)]
-        media = [path for path in files if not is_caption(path)]
-        if len(captions) > 1 or len(media) > 1:
-            self.reject("ambiguous", files[0])
+    def described_empty(self) -> str:
+        """Return the sentence for a folder without media and captions."""
+        return f"{self.source} holds no captioned media: put NAME.txt or NAME.json beside each NAME.png or NAME.mp4"
+
+    def _add(self, sample_id: str, files: list[str]) -> None:
+        suffixes = [os.path.splitext(path)[1].lower() for path in files]
+        media = [path for path, suffix in zip(files, suffixes, strict=True) if suffix in MEDIA_SUFFIXES]
+        texts = [path for path, suffix in zip(files, suffixes, strict=True) if suffix in TEXT_SUFFIXES]
+        objects = [path for path, suffix in zip(files, suffixes, strict=True) if suffix == ".json"]
+        self._num_objects += len(objects)
+        if not media and not objects:
+            self.lone_texts += texts
+        elif len(objects) > 1 or len(media) > 1:
+            self.reject("ambiguous", min(objects + media))
         elif not media:
-            self.reject("no_media", captions[0])
-        elif not captions:
-            self.reject("no_json", media[0])
-        elif (prompt := read_prompt(captions[0], sample_id, kept)) is None:
-            self.reject("no_prompt", captions[0])
+            self.reject("no_media", objects[0])
         else:
-            self.samples.append(Sample(id=sample_id, media=LocalFile(media[0]), prompt=prompt))
+            self._add_medium(sample_id, media[0], objects, texts)
 
+    def _add_medium(self, sample_id: str, medium: str, objects: list[str], texts: list[str]) -> None:
+        prompt, metadata = read_json(objects[0], sample_id, self._kept) if objects else (None, {})
+        if prompt is None and len(texts) > 1:
+            self.reject("ambiguous", texts[0])
+            return
+        if prompt is None and texts and (text := read_caption(texts[0], self._kept, one_line)) is not None:
+            prompt = Prompt(id=sample_id, text=text, metadata=metadata)
+            self._num_texts += 1
+        if prompt is None and not objects and not texts and self.default is not None:
+            prompt = Prompt(id=sample_id, text=self.default)
+            self.num_default += 1
+        if prompt is not None:
+            self.samples.append(Sample(id=sample_id, media=LocalFile(medium), prompt=prompt))
+        elif objects or texts:
+            self.reject("no_prompt", (objects + texts)[0])
+        else:
+            self.reject("no_json", medium)
 
-def is_caption(path: str) -> bool:
-    return path[-5:].lower() == ".json"
+    def _judge_lone_texts(self) -> None:
+        """Reject text files without a medium where captions are text files, and most of these: elsewhere they are
+        notes."""
+        if not self._num_objects and len(self.lone_texts) < self._num_texts:
+            for path in self.lone_texts:
+                self.reject("no_media", path)
 
 
 def group_by_stem(folder: Path) -> dict[str, list[str]]:
@@ -113,12 +156,24 @@ def _unreadable(error: OSError) -> None:
     raise DataError(f"{error.filename} cannot be listed: {error.strerror}") from error
 
 
-def read_prompt(path: str, sample_id: str, kept: CaptionCache | None) -> Prompt | None:
-    """Return the prompt of one caption file, or None if it has none or cannot be read."""
+def read_json(path: str, sample_id: str, kept: CaptionCache | None) -> tuple[Prompt | None, dict[str, Any]]:
+    """Return the prompt of one JSON file, or None and the object, which is then metadata of a caption elsewhere; an
+    empty one for a file that cannot be read or holds no object."""
 
-    def packed(data: bytes) -> list[Any] | None:
+    def packed(data: bytes) -> list[Any] | dict[str, Any] | None:
         prompt = parse_caption(data, sample_id)
-        return None if prompt is None else pack_prompt(prompt)[1:]
+        return parse_object(data) if prompt is None else pack_prompt(prompt)[1:]
 
-    caption = read_caption(path, kept, packed)
-    return None if caption is None else unpack_prompt([sample_id, *caption])
+    found = read_caption(path, kept, packed)
+    if isinstance(found, list):
+        return unpack_prompt([sample_id, *found]), {}
+    return None, found or {}
+
+
+def one_line(data: bytes) -> str | None:
+    """Return the caption of a text file: its lines, joined by spaces. None if it is empty or not UTF-8."""
+    try:
+        lines = data.decode("utf-8-sig").splitlines()
+    except UnicodeDecodeError:
+        return None
+    return " ".join(line.strip() for line in lines if line.strip()) or None

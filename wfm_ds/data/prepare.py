@@ -75,6 +75,7 @@ def prepare(recipe: Recipe, world: World) -> str:
     from wfm_ds.data.datasets import load_data
     from wfm_ds.data.shared import read_on_main
     from wfm_ds.run.fit import keys_of
+    from wfm_ds.run.hub_model import agreed_commit, fetch
     from wfm_ds.run.model import load_model
     from wfm_ds.run.out_of_memory import explained
     from wfm_ds.training.build import freeze_base
@@ -88,6 +89,8 @@ def prepare(recipe: Recipe, world: World) -> str:
         found: T = world.checked(explaining)
         return found
 
+    recipe = agreed_commit(recipe, world, overwrite=False)
+    fetch(recipe, world)
     data = read_on_main(world, lambda: load_data(recipe))
     model = checked(lambda: load_model(recipe, world.device))
     freeze_base(model, recipe)

@@ -122,6 +122,7 @@ class SampleSet:
         self.source = printable(source)
         self.samples: list[Sample] = []
         self.bad: dict[str, list[str]] = {}
+        self.notes: list[str] = []  # what the user should know of a data set that is otherwise fine, for the log
 
     def reject(self, reason: str, name: str) -> None:
         self.bad.setdefault(reason, []).append(printable(name))
@@ -136,6 +137,10 @@ class SampleSet:
                 f"{self.source}: {num_bad} of {num_entries} entries cannot be used, data.max_bad_fraction allows "
                 f"{max_bad_fraction:g}; repair or remove the first: {'; '.join(shown)}"
             )
+
+    def drawn(self, training: Sequence[Sample]) -> list[Sample]:
+        """Return the samples of an epoch: those that are trained on, some of them perhaps several times."""
+        return list(training)
 
     def split(self, holdout: float) -> tuple[list[Sample], list[Sample]]:
         """Return (training, held-out) samples, both sorted by id; `holdout` is the expected share of the second, in [0,
@@ -156,16 +161,22 @@ class SampleSet:
 
 def parse_caption(content: bytes, sample_id: str) -> Prompt | None:
     """Return the prompt of a JSON caption, or None if it has none. Keys besides the two texts become metadata."""
-    try:
-        caption = json.loads(content)  # bytes: UTF-8, 16 or 32, with or without a mark
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(caption, dict) or not is_encodable(caption):
+    caption = parse_object(content)
+    if caption is None:
         return None
     text, negative = caption.pop("prompt", None), caption.pop("negative_prompt", None)
     if not isinstance(text, str) or not text.strip() or not isinstance(negative, str | None):
         return None
     return Prompt(id=sample_id, text=text.strip(), negative_text=negative, metadata=caption)
+
+
+def parse_object(content: bytes) -> dict[str, Any] | None:
+    """Return a JSON object whose text UTF-8 can encode, or None."""
+    try:
+        found = json.loads(content)  # bytes: UTF-8, 16 or 32, with or without a mark
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) and is_encodable(found) else None
 
 
 def pack_prompt(prompt: Prompt) -> list[Any]:

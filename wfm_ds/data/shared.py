@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from wfm_ds.data.datasets import TrainingData
+from wfm_ds.data.hf import HfMedium, HfSource
 from wfm_ds.data.samples import LocalFile, Media, Sample, pack_prompt, unpack_prompt
 from wfm_ds.data.tar_index import IndexEntry
 from wfm_ds.data.webdataset import TarMember
@@ -76,6 +77,10 @@ def _pack_sample(sample: Sample, versions: dict[str, list[str | int]]) -> list[A
 def _pack_media(media: Media, versions: dict[str, list[str | int]]) -> Any:
     if isinstance(media, LocalFile):
         return os.fspath(media.file)
+    if isinstance(media, HfMedium):
+        key = f"{media.source.column} of {media.source.files[0]}"
+        versions[key] = [media.source.column, *media.source.files]
+        return [key, media.row, media.suffix]
     if isinstance(media, TarMember):
         versions[media.shard] = list(media.version)
         return [media.shard, asdict(media.member)]
@@ -98,5 +103,9 @@ def _unpack_sample(row: Sequence[Any], versions: dict[str, tuple[str | int, ...]
 def _unpack_media(packed: Any, versions: dict[str, tuple[str | int, ...]]) -> Media:
     if isinstance(packed, str):
         return LocalFile(packed)
+    if len(packed) == 3:
+        key, row, suffix = packed
+        column, *files = map(str, versions[key])
+        return HfMedium(HfSource(tuple(files), column), row, suffix)
     shard, member = packed
     return TarMember(shard, versions[shard], IndexEntry(**member))

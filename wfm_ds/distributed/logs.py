@@ -21,6 +21,7 @@ NOISY = (
     "peft",
     "accelerate",
     "huggingface_hub",
+    "httpx2",  # its client: a line for each file
     "torch",
     "torch.distributed",
     "torch._dynamo",

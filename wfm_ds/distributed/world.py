@@ -56,6 +56,13 @@ class World:
     replica: Replica | None = None  # None: each rank is one
 
     @classmethod
+    def alone(cls) -> World:
+        """A world of one on the host, for work that needs no ranks."""
+        import torch
+
+        return cls(0, 1, 0, torch.device("cpu"), None)
+
+    @classmethod
     def join(cls, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> World:
         """Join the launcher's ranks; without it, a world of one. Every rank calls it once, before it communicates."""
         import deepspeed
@@ -263,14 +270,15 @@ class World:
         dist.gather(mine, arrays or None, dst=0, group=group)
         return [a.numpy() for a in arrays]
 
-    def patiently(self, work: Callable[[], Any]) -> Any:
-        """Run `work` on rank 0, while the others wait as long as it takes, beyond the limit of one collective: JSON
-        that it returned there, None on the others. A UserError is raised on all ranks."""
+    def patiently(self, work: Callable[[], Any], *, here: bool | None = None) -> Any:
+        """Run `work` on rank 0, or on the ranks that say `here`, while the others wait as long as it takes, beyond the
+        limit of one collective: what it returned there, None on the others. A UserError is raised on all ranks."""
+        works = self.is_main if here is None else here
         with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(work) if self.is_main else None
+            running = pool.submit(work) if works else None
             while self.any(running is not None and not futures.wait([running], PATIENCE_S).done):
                 pass
-            return self.checked(running.result if running is not None else lambda: None, on="main")
+            return self.checked(running.result if running is not None else lambda: None)
 
     def barrier(self) -> None:
         import torch.distributed as dist

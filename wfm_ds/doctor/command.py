@@ -14,15 +14,15 @@ from pathlib import Path
 
 from wfm_ds.doctor.finding import Finding
 from wfm_ds.errors import UserError
-from wfm_ds.program import USER_ERROR, program
+from wfm_ds.program import USER_ERROR, Parser, program
 
 MASTER_PORT = 29500  # the launcher's, where several machines must agree on one
 COLORS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="wfm_ds.doctor", description="Check the machine, and what a recipe needs of it, before a run."
+def parser() -> Parser:
+    p = Parser(
+        prog="python -m wfm_ds.doctor", description="Check the machine, and what a recipe needs of it, before a run."
     )
     p.add_argument("recipe", nargs="?", type=Path, help="a YAML recipe; without one, the machine only")
     p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the recipe's")
@@ -31,6 +31,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--master_port", type=int, default=MASTER_PORT, help="port at which ranks meet (default %(default)s)"
     )
+    p.add_argument("--fix", action="store_true", help="only put the deepspeed command of this environment right")
     p.add_argument("--json", action="store_true", help="print JSON")
     return p
 
@@ -43,6 +44,10 @@ def run(args: argparse.Namespace) -> int:
     from wfm_ds.distributed.accelerator import choose_accelerator
     from wfm_ds.distributed.logs import quieten_libraries
 
+    if args.fix:
+        from wfm_ds.doctor.script import fix
+
+        return fix()
     quieten_libraries()
     choose_accelerator()
     found = list(findings(args))
@@ -52,8 +57,10 @@ def run(args: argparse.Namespace) -> int:
 
 def findings(args: argparse.Namespace) -> Iterator[Finding]:
     from wfm_ds.doctor.machine import host_findings, machine_findings, port_finding
+    from wfm_ds.doctor.script import script_finding, scripts_folder
 
     yield from machine_findings()
+    yield script_finding(scripts_folder())
     yield port_finding(args.master_port, is_needed=args.hostfile is not None)
     if args.hostfile is not None:
         try:

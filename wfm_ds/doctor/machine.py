@@ -23,6 +23,7 @@ from wfm_ds.monitoring.stopwatch import GIB
 
 PACKAGES = ("torch", "deepspeed", "diffusers", "transformers", "peft", "triton")
 OPTIONAL = ("triton",)
+TESTED_DEEPSPEED = "0.19.8"
 CONSTRAINTS = Path(__file__).parent.parent.parent / "constraints.txt"  # the versions that the tests ran with
 MIN_SHM_BYTES = GIB  # NCCL takes some ten MiB of it for each pair of ranks on a machine
 MIN_OPEN_FILES = 4096  # a rank holds sockets, shards of data and checkpoint files
@@ -62,6 +63,9 @@ def version_finding(package: str) -> Finding:
     if wrong:
         return Finding(package, "error", f"{version}: {'; '.join(wrong)}", "pip install -e . -c constraints.txt")
     tested = tested_versions(CONSTRAINTS).get(package)
+    if package == "deepspeed" and version.partition("+")[0] != TESTED_DEEPSPEED:
+        text = f"{version}: the engine relies on internals of DeepSpeed, and was tested with {TESTED_DEEPSPEED} only"
+        return Finding(package, "warning", text, f"pip install deepspeed=={TESTED_DEEPSPEED}")
     is_other = tested is not None and tested != version.partition("+")[0]
     return Finding(package, "ok", f"{version}{f', tests ran with {tested}' if is_other else ''}")
 

@@ -19,7 +19,7 @@ from diffusers.models.transformers.transformer_sana_video import SanaAttnProcess
 from torch import nn
 
 from wfm_ds.errors import UserError
-from wfm_ds.recipe.sections import AttentionName
+from wfm_ds.recipe.stated import AttentionName
 from wfm_ds.ulysses.cosmos25 import CosmosAttention
 from wfm_ds.ulysses.sd3 import JointAttention
 

@@ -7,21 +7,20 @@ bits and the ratios of a first update are exactly 1. A row of a weight and a row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from wfm_ds.engine.frozen import FrozenLinear
 from wfm_ds.errors import RecipeError
 from wfm_kernels import quantise_rows
 
 E4M3 = torch.float8_e4m3fn
-SIDES = 16  # torch._scaled_mm takes matrices whose sides are multiples of it
 CAPABILITY = (8, 9)  # of the first GPUs with products in float8
 
 
-class Fp8Linear(nn.Linear):
+class Fp8Linear(FrozenLinear):
     """A linear layer whose frozen weight [N, K] is kept as e4m3 bytes and a float32 scale for each of its rows.
 
     y = (xq @ Wq^T) * scale(x) * scale(W)^T + bias, in the dtype of x [..., K]. The gradient of x is that of the layer
@@ -32,18 +31,10 @@ class Fp8Linear(nn.Linear):
     weight_bytes: Tensor
     scale_bits: Tensor
 
-    def __init__(self, layer: nn.Linear, dtype: torch.dtype, device: torch.device) -> None:
-        """Stand for a layer that would compute in `dtype`: its weight, rounded to that first, whatever it is stored in,
-        is quantised on the device."""
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        values, scale = quantise_rows(layer.weight.detach().to(device, dtype))
-        # As integers and outside of state dicts: whoever casts the module to bfloat16, saves it or cuts up its
-        # parameters means weights in another form.
+    def keep(self, weight: Tensor) -> None:
+        values, scale = quantise_rows(weight)
         self.register_buffer("weight_bytes", values.view(torch.uint8), persistent=False)
         self.register_buffer("scale_bits", scale.view(torch.int32), persistent=False)
-        self.bias = layer.bias
-        self.dtype = dtype
 
     @property
     def quantised(self) -> tuple[Tensor, Tensor]:
@@ -51,8 +42,7 @@ class Fp8Linear(nn.Linear):
         return self.weight_bytes.view(dtype=E4M3), self.scale_bits.view(dtype=torch.float32)
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]  # peft asks for its device and dtype
-        """The weight that the layer stands for, made anew, in the dtype of the model."""
+    def weight(self) -> Tensor:  # type: ignore[override]
         return dequantised(*self.quantised, self.dtype)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -60,17 +50,51 @@ class Fp8Linear(nn.Linear):
         return product
 
 
+class Fp8TwiceLinear(Fp8Linear):
+    """The same layer to the bit, with a second copy of the weight, whose columns have scales: the gradient of x is a
+    product in float8 too, of the rows of the gradient and of that copy."""
+
+    back_bytes: Tensor
+    back_scale_bits: Tensor
+
+    def keep(self, weight: Tensor) -> None:
+        super().keep(weight)
+        values, scale = quantise_rows(weight.t().contiguous())
+        self.register_buffer("back_bytes", values.view(torch.uint8), persistent=False)
+        self.register_buffer("back_scale_bits", scale.view(torch.int32), persistent=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        back = self.back_bytes.view(dtype=E4M3), self.back_scale_bits.view(dtype=torch.float32)
+        product: Tensor = _Product.apply(input, *self.quantised, self.bias, *back)  # type: ignore[no-untyped-call]
+        return product
+
+
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(values, scale)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        values: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        back: Tensor | None = None,
+        back_scale: Tensor | None = None,
+    ) -> Tensor:
+        """back, back_scale: e4m3 [K, N] and float32 [K, 1], for a gradient by a product in float8."""
+        ctx.in_float8 = back is not None
+        ctx.save_for_backward(*((values, scale) if back is None else (back, back_scale)))
         rows, row_scale = quantise_rows(x)
         return scaled_product(rows, row_scale, values, scale, bias, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         values, scale = ctx.saved_tensors
-        return gradient @ dequantised(values, scale, gradient.dtype), None, None, None
+        if ctx.in_float8:
+            rows, row_scale = quantise_rows(gradient.contiguous())
+            of_x = scaled_product(rows, row_scale, values, scale, None, gradient.dtype)
+        else:
+            of_x = gradient @ dequantised(values, scale, gradient.dtype)
+        return of_x, None, None, None, None, None
 
 
 def dequantised(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -97,54 +121,12 @@ def scaled_product(
     return (product if bias is None else product + bias).to(dtype)
 
 
-def quantise_base(
-    denoiser: nn.Module, block_classes: Sequence[type[nn.Module]], dtype: torch.dtype, device: torch.device
-) -> int:
-    """Replace the linear layers of a denoiser's blocks, one after the other, by Fp8Linear on the device; the number of
-    weights that they hold.
-
-    Before adapters are added and before anything is moved or cut up: no second copy of a weight is ever whole. Left as
-    they are: embeddings and the last layer (outside blocks), modulation (its numbers scale whole blocks), what the
-    family keeps in float32, and sides that are no multiple of 16. Raises RecipeError for a GPU without float8 and for
-    a denoiser without such a layer.
-    """
-    require_fp8(dtype, device)
-    count = 0
-    for path, layer in _eligible(denoiser, tuple(block_classes)):
-        parent, _, name = path.rpartition(".")
-        setattr(denoiser.get_submodule(parent), name, Fp8Linear(layer, dtype, device))
-        count += layer.in_features * layer.out_features
-    if not count:
-        raise RecipeError(
-            f"model.base_precision: fp8 finds no linear layer in the blocks of {type(denoiser).__name__} whose sides "
-            f"are multiples of {SIDES}: remove the key"
-        )
-    return count
-
-
-def require_fp8(dtype: torch.dtype, device: torch.device) -> None:
-    """Raises RecipeError where a GPU cannot multiply in float8, or not into this dtype."""
+def require_fp8(key: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises RecipeError, naming the key that asks, where a GPU cannot multiply in float8, or not into this dtype."""
     if device.type != "cuda":
         return
     if torch.cuda.get_device_capability(device) < CAPABILITY:
         name = torch.cuda.get_device_name(device)
-        raise RecipeError(f"model.base_precision: fp8 needs a GPU of compute capability 8.9 or newer, {name} is older")
+        raise RecipeError(f"{key} needs a GPU of compute capability 8.9 or newer, {name} is older")
     if dtype != torch.bfloat16:
-        raise RecipeError("model.base_precision: fp8 computes in bfloat16 on a GPU: set model.dtype: bfloat16")
-
-
-def _eligible(denoiser: nn.Module, blocks: tuple[type[nn.Module], ...]) -> list[tuple[str, nn.Linear]]:
-    """The paths of the layers to quantise, and they themselves."""
-    kept = [getattr(part, "_keep_in_fp32_modules", None) or () for part in denoiser.modules()]
-    in_float32 = {name for names in kept for name in names}
-    found = []
-    for block_path, block in denoiser.named_modules():
-        if not isinstance(block, blocks):
-            continue
-        for path, layer in block.named_modules(prefix=block_path):
-            inside = path.removeprefix(block_path).split(".")
-            modulates = any("norm" in part or part in in_float32 for part in inside)
-            fits = type(layer) is nn.Linear and not layer.in_features % SIDES and not layer.out_features % SIDES
-            if fits and not modulates:
-                found.append((path, layer))
-    return found
+        raise RecipeError(f"{key} computes in bfloat16 on a GPU: set model.dtype: bfloat16")

@@ -26,8 +26,20 @@ def place(denoiser: nn.Module, config: Mapping[str, Any], dtype: torch.dtype, de
     if zero["stage"] == 3 and not on_nvme:
         partition(denoiser, config, dtype)
     else:
-        for parameter in denoiser.parameters():
-            parameter.data = parameter.data.to(device, dtype)
+        move(denoiser, dtype, device)
+        return
+    move_buffers(denoiser, device)
+
+
+def move(denoiser: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Move whole weights to their device, in the dtype that they compute in, on ranks and rollout workers alike."""
+    for parameter in denoiser.parameters():
+        parameter.data = parameter.data.to(device, dtype)
+    move_buffers(denoiser, device)
+
+
+def move_buffers(denoiser: nn.Module, device: torch.device) -> None:
+    """Move the buffers, in the dtypes that they have."""
     for part in denoiser.modules():
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(device))

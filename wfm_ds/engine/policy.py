@@ -7,7 +7,7 @@ active. Does not know when policies move: engine.py and the loops decide. "Maste
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import Tensor, nn
 
 from wfm_ds.engine.flops import adapted_layers
+from wfm_ds.engine.optimizer import shown_states, take_up_states
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.sections import LoraRecipe
 
@@ -48,10 +49,15 @@ class Shards:
         return [flat.detach() for flat in self._flats()]
 
     def optimizer_states(self) -> list[dict[str, Tensor]]:
-        """The optimizer's states of each master, by its own names; empty before its first step. To be read and set:
-        a tensor as long as the master belongs to its elements, a single number (`step`) to all of them."""
-        states = self.ds.optimizer.optimizer.state
-        return [states[flat] for flat in self._flats()]
+        """The optimizer's states of each master (optimizer.py); empty before its first step. A tensor as long as the
+        master belongs to its elements, a single number (`step`) to all of them."""
+        return [shown_states(self.ds.optimizer.optimizer, flat) for flat in self._flats()]
+
+    def take_up(self, states: Mapping[str, Flats]) -> None:
+        """Give the optimizer the states of each master by name, as `optimizer_states` told them apart."""
+        for group, flat in enumerate(self._flats()):
+            own = {name: flats[group] for name, flats in states.items()}
+            take_up_states(self.ds.optimizer.optimizer, flat, own)
 
     def _flats(self) -> Sequence[Tensor]:
         """The very tensors that the optimizer steps."""

@@ -1,9 +1,10 @@
-"""The denoiser on its way into DeepSpeed: placed, adapted, shared among ranks, given its kernels and its optimizer."""
+"""The denoiser on its way into DeepSpeed: placed, adapted, shared among ranks, given its kernels."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -11,12 +12,12 @@ from torch import nn
 
 from wfm_ds.distributed.world import World
 from wfm_ds.engine import attention
+from wfm_ds.engine.base_precision import quantise_base
 from wfm_ds.engine.compiled import compile_blocks
-from wfm_ds.engine.fp8 import quantise_base
+from wfm_ds.engine.fp8_training import train_in_float8
 from wfm_ds.engine.placement import cast_unplaced, place
 from wfm_ds.engine.policy import Adapters, add_adapters
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.recipe.sections import OptimizerRecipe
 from wfm_ds.seeds import derive_seed
 from wfm_ds.ulysses.install import install
 
@@ -34,24 +35,25 @@ def prepare(
     targets: Sequence[str],
     names: Sequence[str],
     block_classes: Sequence[type[nn.Module]],
+    frozen: AbstractSet[str] = frozenset(),
 ) -> Adapters | None:
-    """Collective. Change a denoiser in place: a base in float8, weights to their place, adapters or full training,
+    """Collective. Change a denoiser in place: a base in fewer bits, weights to their place, adapters or full training,
     checkpointing, sequence parallelism, attention kernel and compiled blocks, in this order: each finds what came
     before.
 
-    config: what deepspeed.initialize will get. names: of the adapters beside `default`. Returns the adapters, None in
-    full training. Raises as `DenoiserEngine.build`.
+    config: what deepspeed.initialize will get. names: of the adapters beside `default`. frozen: parameters that
+    full training leaves as they are. Returns the adapters, None in full training. Raises as `DenoiserEngine.build`.
     """
     module: Any = denoiser
     dtype = DTYPES[recipe.model.dtype]
-    if recipe.model.base_precision == "fp8":
-        count = quantise_base(denoiser, block_classes, dtype, world.device)
-        how = "" if world.device.type == "cuda" else ", emulated: on a CPU this is for tests"
-        logger.info("%.1f million frozen weights in float8%s", count / 1e6, how)
+    quantise_base(denoiser, block_classes, recipe.model.base_precision, dtype, world.device)
     place(denoiser, config, dtype, world.device)
     adapters: Adapters | None = None
     if recipe.lora is None:
-        denoiser.requires_grad_(True)
+        for name, parameter in denoiser.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        if recipe.model.fp8_training is not None:
+            train_in_float8(denoiser, block_classes, dtype, world.device)
     else:
         seed = derive_seed(recipe.run.seed, "lora_init")
         adapters = add_adapters(denoiser, recipe.lora, targets, names, seed)
@@ -67,21 +69,3 @@ def prepare(
         compile_blocks(denoiser, block_classes)
     logger.info("attention by %s%s", kernel, ", blocks compiled at first use" if recipe.engine.compile else "")
     return adapters
-
-
-def adamw(denoiser: nn.Module, options: OptimizerRecipe, device: torch.device) -> torch.optim.AdamW:
-    """The optimizer of all that trains. On a GPU one kernel updates everything; elsewhere torch chooses."""
-    return torch.optim.AdamW(
-        [parameter for parameter in denoiser.parameters() if parameter.requires_grad],
-        lr=options.lr,
-        betas=options.betas,
-        eps=options.eps,
-        weight_decay=options.weight_decay,
-        fused=fused(device),
-    )
-
-
-def fused(device: torch.device) -> bool | None:
-    """The argument `fused` of torch's AdamW for a denoiser on this device. None on a CPU: fused arithmetic rounds
-    otherwise there, and runs would not repeat those before."""
-    return True if device.type == "cuda" else None

@@ -20,12 +20,17 @@ META = torch.device("meta")
 
 
 def load_empty(
-    path: str | Path, *, dtype: torch.dtype, own_family: str | None = None, max_sequence_length: int | None = None
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    own_family: str | None = None,
+    revision: str | None = None,
+    max_sequence_length: int | None = None,
 ) -> DiffusionModel:
     """Load the family of a pipeline folder onto the meta device, in seconds and without its weights; it has no
     tokenizers, so no text can be encoded. ModelError as for `registry.resolve`, and for a config that cannot be read.
     """
-    folder = registry.resolve(path, own_family)
+    folder = registry.resolve(path, own_family, revision, weights=False)
     family = registry.family_of(folder, own_family)
     family.check_folder(folder)
     index = read_json(folder / "model_index.json")

@@ -21,7 +21,7 @@ import transformers
 import wfm_ds
 from wfm_ds import models
 from wfm_ds.errors import ModelError
-from wfm_ds.models import tiny
+from wfm_ds.models import hub, tiny
 from wfm_ds.models.base import DiffusionModel, seeded
 from wfm_ds.models.guardrail import Guardrail
 from wfm_ds.models.loading import load_pipeline, read_json, stored_sequence_length
@@ -78,19 +78,37 @@ def own_family(path: str, folder: Path, pipeline_class: Any) -> type[DiffusionMo
     return family
 
 
-def resolve(path: str | Path, own: str | None = None) -> Path:
-    """The folder of a supported pipeline: `path` itself, or, for `tiny:FAMILY`, one that is made once in the cache.
+def resolve(path: str | Path, own: str | None = None, revision: str | None = None, *, weights: bool = True) -> Path:
+    """The folder of a supported pipeline: `path` itself; for `tiny:FAMILY`, one that is made once in the cache; for
+    `owner/name` of the hub, its snapshot in the hub's cache, to which the files that it lacks are fetched.
 
-    Reads model_index.json only. ModelError if the folder is missing, unreadable, no pipeline, or of no known family.
-    `own`: see family_of.
+    Of another folder it reads model_index.json only. ModelError if the folder is missing, unreadable, no pipeline, or
+    of no known family, and where the hub refuses or is not reached. `own`: see family_of; `revision`: branch, tag or
+    commit of the hub; `weights`: fetch these too.
     """
+    folder = locate(path, own, revision)
+    if hub.is_id(str(path)):
+        return hub.complete(str(path), folder, read_json(folder / hub.INDEX), weights=weights)
+    return folder
+
+
+def locate(path: str | Path, own: str | None = None, revision: str | None = None) -> Path:
+    """The folder as of `resolve`, of which nothing but model_index.json is sure to be there: a repository of the hub is
+    not fetched before that says that it is supported."""
+    if hub.is_id(str(path)):
+        folder = hub.index_folder(str(path), revision)
+        family_of(folder, own)
+        return folder
+    if revision is not None:
+        raise ModelError(f"model.revision {revision} is for a repository of the hub, and {path} is none: remove it")
     if str(path).startswith(TINY):
         return cached_tiny(str(path).removeprefix(TINY))
     folder = Path(path).expanduser()
     if not os.path.isdir(folder):  # os.path: False, not an error, where we may not look
         problem = "is a file" if os.path.isfile(folder) else "does not exist"
         raise ModelError(
-            f"{folder} {problem}; model.path must name a diffusers pipeline folder on this disk or tiny:FAMILY"
+            f"{folder} {problem}; model.path must name a diffusers pipeline folder on this disk, owner/name of the "
+            f"hub, or tiny:FAMILY{hub.suggestion(str(folder))}"
         )
     if not os.path.isfile(folder / "model_index.json"):
         raise ModelError(
@@ -104,7 +122,7 @@ def cached_tiny(family: str) -> Path:
     """The tiny pipeline's folder below $WFM_CACHE (unset: ~/.cache/wfm_ds). Several processes may make it at once."""
     root = Path(os.environ.get("WFM_CACHE") or "~/.cache/wfm_ds").expanduser() / "tiny" / tiny_key()
     folder = root / family
-    if family in tiny.FAMILIES and folder.is_dir():
+    if family in (*tiny.FAMILIES, *tiny.LANGUAGE_FAMILIES) and folder.is_dir():
         return folder
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -149,16 +167,19 @@ def load(
     device: torch.device | str,
     vae_dtype: torch.dtype = torch.float32,
     own_family: str | None = None,
+    revision: str | None = None,
     max_sequence_length: int | None = None,
     prompt_template: str | None = None,
     guardrail: Guardrail = "stock",
     mapped: bool = False,
 ) -> DiffusionModel:
-    """Load a pipeline, offline and from safetensors only, with its denoiser in `dtype`, on `device`.
+    """Load a pipeline, from safetensors only, with its denoiser in `dtype`, on `device`; offline, unless it is one of
+    the hub that is not on this machine yet.
 
     vae_dtype: of the VAE's weights and of what it computes; latents and pixels are float32. Text encoders are bfloat16
     on CUDA beside a bfloat16 denoiser, else float32.
     own_family: a class of the user's that serves this pipeline, as `package.module:Class`.
+    revision: branch, tag or commit of a pipeline of the hub.
     max_sequence_length, prompt_template: unset, what call.json in the folder says, else the stock pipeline's default.
     guardrail: "stock" keeps the safety checker of a pipeline that has one, "off" does without.
     mapped: leave the denoiser on the CPU and, if all its weights are stored in one dtype, in that one: pages of the
@@ -166,7 +187,7 @@ def load(
     ModelError as for `resolve`, if a part is missing, damaged or does not fit its config, and for a guardrail to
     switch off or a prompt template to choose that the family does not have.
     """
-    folder, device = resolve(path, own_family), torch.device(device)
+    folder, device = resolve(path, own_family, revision), torch.device(device)
     family = family_of(folder, own_family)
     if guardrail == "off" and not family.has_guardrail:
         raise ModelError(f"{folder}: {family.family} has no guardrail to switch off; remove model.guardrail")

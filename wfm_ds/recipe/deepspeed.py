@@ -194,6 +194,11 @@ def check_combinations(
         raise RecipeError(f"{source}: offload to nvme cannot serve the copies ({copies}); use cpu")
     if any(devices.values()) and from_json.get("zero_force_ds_cpu_optimizer", True):
         raise RecipeError(f"{source}: offload needs zero_force_ds_cpu_optimizer: false (torch's AdamW)")
+    if any(devices.values()) and recipe.optimizer.name != "adamw":
+        raise RecipeError(
+            f"{source}: offload keeps the moments on the host, where optimizer.name: {recipe.optimizer.name} spares "
+            "the GPU nothing: set it to adamw, or use zero2 or zero3"
+        )
     if zero.get("memory_efficient_linear"):
         raise RecipeError(
             f"{source}: zero_optimization.memory_efficient_linear must be false: it replaces every linear()"
@@ -209,6 +214,11 @@ def check_combinations(
         raise RecipeError(
             f"{source}: engine.compile cannot compile blocks inside which ZeRO stage 3 gathers weights: use zero2, or, "
             "to train all weights, name the blocks in zero_optimization.leaf_module (docs/engine.md)"
+        )
+    if recipe.model.fp8_training is not None and zero["stage"] == 3:
+        raise RecipeError(
+            f"{source}: model.fp8_training keeps weights that ZeRO stage 3 has gathered until the backward pass: use "
+            "zero1 or zero2"
         )
     if "leaf_module" in zero and lora:
         raise RecipeError(f"{source}: zero_optimization.leaf_module fails in the backward pass of LoRA: remove it")

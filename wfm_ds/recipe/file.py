@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from wfm_ds.errors import RecipeError
+from wfm_ds.recipe import shipped
 from wfm_ds.recipe.describe import ROOT, Slot, kinds, names, nearest, sections, shown, words
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.tree import KeyPath, Problem, Tree, dotted, merge, override, parse, refuse, shortened
@@ -27,9 +28,10 @@ KEY_IN_TEXT = re.compile(r"[a-z_]+(?:\.[a-z_]+)*")
 def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of a YAML file, with the file that its `defaults` names below it and `section.key=value` words on top.
 
+    A path where nothing is may be the name of a shipped recipe (shipped.py).
     Raises RecipeError: one line a problem, each with file and line (or override), key and what was expected.
     """
-    tree = _read_with_defaults(path)
+    tree = _read_with_defaults(named(path))
     for word in overrides:
         if word.partition("=")[0] == "defaults":
             raise RecipeError(f"override {word}: defaults belongs into a file, it cannot be an override")
@@ -43,10 +45,16 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 def dump(recipe: Recipe) -> str:
     """YAML that `load` reads back as an equal recipe. Sections that are not used are left out."""
     values = recipe.model_dump(mode="json")
-    return to_yaml({name: value for name, value in values.items() if value is not None})
+    unread = recipe.unread_sections
+    return to_yaml({name: value for name, value in values.items() if value is not None and name not in unread})
 
 
 # ---- files
+
+
+def named(path: Path) -> Path:
+    """Return the path if anything is there, else the shipped recipe of that name, if there is one."""
+    return path if os.path.lexists(path) else shipped.of_name(str(path)) or path
 
 
 def _read_with_defaults(path: Path) -> Tree:
@@ -73,7 +81,7 @@ def _read(path: Path) -> Tree:
         with path.open(encoding="utf-8-sig") as file:
             text = file.read(MAX_CHARACTERS + 1)  # no more: it may be a device that never ends
     except FileNotFoundError as error:
-        raise RecipeError(f"{path}: there is no such recipe file") from error
+        raise RecipeError(f"{path}: there is no such recipe file{shipped.nearest(str(path))}") from error
     except IsADirectoryError as error:
         raise RecipeError(f"{path} is a folder; name the recipe file in it") from error
     except UnicodeDecodeError as error:
@@ -87,6 +95,8 @@ def _read(path: Path) -> Tree:
     if not isinstance(tree.values, dict):
         got = "a list" if isinstance(tree.values, list) else shown(tree.values)
         raise RecipeError(f"{path}:1: expected a mapping of sections ({', '.join(needed)}, ...), got {got}")
+    if path.is_relative_to(shipped.folder()):
+        tree.values = shipped.placed(tree.values, shipped.folder())
     return tree
 
 

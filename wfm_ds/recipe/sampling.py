@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from wfm_ds.recipe.section import Section
+from wfm_ds.recipe.stated import EVAL_STEPS, FPS, GUIDANCE_SCALE
 
 # Which solvers inject noise, and how much unless `sampling.noise_level` says so.
 NOISE_LEVELS = {"flow_sde": 0.7, "dance": 0.3, "cps": 0.8}
@@ -117,7 +118,7 @@ class SamplingRecipe(Section):
     """Pixels."""
     num_frames: PositiveInt = 1
     """Frames of a video; 1 for images."""
-    fps: PositiveFloat = 16.0
+    fps: PositiveFloat = FPS
     """Frames per second at which generated videos are written, shown, and given to the rewards. The model does not
     see it."""
     steps: Annotated[PositiveInt, Field(le=10_000)] = 10
@@ -150,12 +151,12 @@ class SamplingRecipe(Section):
     """EDM solvers: noise is added at levels below this one only. Unset: no bound."""
     s_noise: PositiveFloat | None = None
     """EDM solvers: factor of the added noise's standard deviation. Unset: 1."""
-    eval_steps: Annotated[PositiveInt, Field(le=10_000)] = 40
+    eval_steps: Annotated[PositiveInt, Field(le=10_000)] = EVAL_STEPS
     """Denoising steps in validation and samples."""
     eval_solver: Literal["ode", "dpm2"] | None = None
     """Solver of validation and samples: `ode` (Euler) or `dpm2` (second-order multistep). Unset: dpm2 where the
     pipeline's own scheduler is a multistep one (SANA, Wan, Cosmos), else ode."""
-    guidance_scale: Annotated[float, Field(ge=1)] = 1.0
+    guidance_scale: Annotated[float, Field(ge=1)] = GUIDANCE_SCALE
     """w in v_uncond + w * (v_cond - v_uncond), in rollouts, validation and samples; 1 runs no unconditional pass."""
     guidance_scale_low: Annotated[float, Field(ge=1)] | None = None
     """Models with two experts (Wan 2.2 A14B): w of the one for less noise; 1 runs no unconditional pass there. Unset:

@@ -29,8 +29,9 @@ from wfm_ds.recipe.section import (
     UserClass,
     UserPath,
 )
+from wfm_ds.recipe.stated import AttentionName
 
-AttentionName = Literal["auto", "native", "cudnn", "flash", "flash3", "sage"]
+BasePrecision = Literal["fp8", "fp8_twice", "int8", "nf4"]
 
 
 class RunRecipe(Section):
@@ -53,17 +54,27 @@ class ModelRecipe(Section):
     """The diffusers pipeline to train."""
 
     path: PossiblePath
-    """A diffusers pipeline folder, or `tiny:FAMILY` for a random tiny pipeline (made once, in the user's cache)."""
+    """A diffusers pipeline folder; `owner/name` of one on the Hugging Face hub, which is fetched to the hub's cache
+    (docs/models.md); or `tiny:FAMILY` for a random tiny pipeline (made once, in the user's cache)."""
+    revision: Annotated[str, Field(min_length=1)] | None = None
+    """Branch, tag or commit of a pipeline of the hub. Unset: main. The run's own recipe.yaml has the commit, which a
+    resumed run takes."""
     family: UserClass | None = None
     """Your own model family, `package.module:Class` (docs/models.md). Unset: the one that serves the pipeline's
     class."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Compute dtype of the denoiser. Latents, losses, optimizer and averages are float32 in any case."""
-    base_precision: Literal["fp8"] | None = None
-    """`fp8`: keep the linear layers of the blocks, which are frozen beside adapters, in float8 e4m3 with a scale for
-    each row, and multiply in float8: half the memory, and less time on a GPU of compute capability 8.9 or newer.
-    Reference, old and trained policy compute with the same base, so equal policies stay equal to the bit. For LoRA
-    runs. Unset: dtype."""
+    base_precision: BasePrecision | None = None
+    """What the linear layers of the blocks, which are frozen beside adapters, are kept in. `fp8`: float8 e4m3 with a
+    scale for each row, and products in float8: half the memory, and less time on a GPU of compute capability 8.9 or
+    newer. `fp8_twice`: the same predictions, with a second copy for a backward pass in float8, so no memory is saved.
+    `int8`: half the memory too, a quarter of the error, any GPU, and products in dtype: no time is gained.
+    `nf4`: a quarter of the memory, by the package bitsandbytes. Reference, old and trained policy compute with the same
+    base, so equal policies stay equal to the bit. For LoRA runs. Unset: dtype."""
+    fp8_training: Literal["torchao"] | None = None
+    """`torchao`: train all weights with the products of the blocks' linear layers in float8, forward and backward, by
+    the package torchao, on a GPU of compute capability 8.9 or newer. Weights stay as they are and are cast in each
+    forward, which pays with `engine.compile` only. For zero1 and zero2. Unset: in dtype."""
     vae_dtype: Literal["bfloat16", "float32"] = "float32"
     """Dtype of the VAE's weights and of what it computes. `bfloat16` takes half the memory and less time, and latents
     and pictures are those of another rounding; `data.cache_latents` keeps the two apart."""
@@ -142,8 +153,9 @@ class EngineRecipe(Section):
 class OptimizerRecipe(Section):
     """AdamW and its learning-rate schedule, counted in optimizer steps."""
 
-    name: Literal["adamw"] = "adamw"
-    """The optimizer."""
+    name: Literal["adamw", "adamw8bit"] = "adamw"
+    """`adamw8bit`: AdamW whose two moments have eight bits an element and a scale for each 256, by the package
+    bitsandbytes: 6 bytes less for each trained weight, and updates that are a little off (docs/engine.md)."""
     lr: PositiveFloat = 1e-4
     """Peak learning rate."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
@@ -190,6 +202,10 @@ class RolloutRecipe(Section):
     merge_lora: bool = False
     """Add the LoRA into the weights while samples are generated: forwards without adapters, and a copy of the adapted
     layers' weights meanwhile. Only for algorithms that compare no log-probabilities; not for zero3, unless async."""
+    base_precision: BasePrecision | None = None
+    """async, LoRA: what the workers keep the base in, where training keeps it otherwise (model.base_precision). Samples
+    then come from a policy a little away from the trained one: for algorithms that read no log-probability of a
+    rollout. Unset: model.base_precision."""
     cuda_graph: bool = False
     """Launch the kernels of a rollout's forwards together, as a CUDA graph recorded once for each size of batch, which
     keeps the memory of a forward. Not for zero3 or sequence_parallel, unless async. A CPU runs forwards as ever."""

@@ -33,6 +33,7 @@ def identity(recipe: Recipe, model: DiffusionModel) -> dict[str, str]:
     if recipe.rl.algorithm.compares_log_probs:
         # Log-probabilities of two kernels may differ by more than a clip range.
         plain["model.attention and engine.compile"] = [in_use(model.bare_denoiser), recipe.engine.compile]
+    plain["rollout.base_precision"] = recipe.rollout_precision
     plain["rollout.merge_lora"] = recipe.rl.rollout.merge_lora
     plain["run.seed"] = recipe.run.seed
     plain["classes of your own"] = own_code(recipe)

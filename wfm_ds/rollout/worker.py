@@ -140,8 +140,10 @@ def build_generator(
     from wfm_ds.distributed.accelerator import current
     from wfm_ds.distributed.world import threads_per_rank
     from wfm_ds.engine import attention
+    from wfm_ds.engine.base_precision import quantise_base
     from wfm_ds.engine.compiled import compile_blocks
-    from wfm_ds.engine.fp8 import quantise_base
+    from wfm_ds.engine.fp8_training import train_in_float8
+    from wfm_ds.engine.placement import move
     from wfm_ds.engine.replay import ReplayedNetwork
     from wfm_ds.models.loading import chosen_device
     from wfm_ds.models.text_cache import TextCache
@@ -154,9 +156,11 @@ def build_generator(
     torch.set_num_threads(threads_per_rank())
     place = chosen_device(device)
     with current(place):
-        model = load_model(recipe, place, placed=True)
-        if recipe.model.base_precision == "fp8":
-            quantise_base(model.denoiser, model.block_classes, model.dtype, place)
+        model = load_model(recipe, place)
+        quantise_base(model.denoiser, model.block_classes, recipe.rollout_precision, model.dtype, place)
+        move(model.denoiser, model.dtype, place)
+        if recipe.model.fp8_training is not None:
+            train_in_float8(model.denoiser, model.block_classes, model.dtype, place)
         kernel = attention.choose(recipe.model.attention, model.denoiser, model.dtype, place, trains=False)
     attention.use(model.denoiser, kernel)
     require_same(identity_there, identity(recipe, model))

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wfm_ds.engine.base_precision import quantise_base
 from wfm_ds.engine.flops import on_meta
-from wfm_ds.engine.fp8 import quantise_base
 from wfm_ds.engine.live import LiveBytes, attention_as_on_a_gpu
 from wfm_ds.engine.preparation import DTYPES
 from wfm_ds.engine.work import make_trainable
@@ -44,8 +44,7 @@ def shadow_of(model: DiffusionModel, recipe: Recipe, policies: frozenset[str]) -
     shadow.pipeline.vae = on_meta(model.pipeline.vae)
     shadow.bare_denoiser = shadow.denoiser = denoiser = on_meta(model.bare_denoiser)
     shadow.device, shadow.dtype = META, dtype
-    if recipe.model.base_precision == "fp8":
-        quantise_base(denoiser, model.block_classes, dtype, META)
+    quantise_base(denoiser, model.block_classes, recipe.model.base_precision, dtype, META)
     targets = (recipe.lora and recipe.lora.target_modules) or list(model.default_lora_targets)
     if recipe.lora is not None:
         shadow.freeze_all_but(targets)

@@ -20,7 +20,7 @@ from torch import nn
 from wfm_ds.algorithms import RlAlgorithm, build_rl, engine_policies
 from wfm_ds.engine.flops import adapted_layers
 from wfm_ds.engine.forward import CountedForward
-from wfm_ds.engine.fp8 import Fp8Linear
+from wfm_ds.engine.frozen import FrozenLinear
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.sampler import Sampler
 from wfm_ds.models.text_cache import TextCache
@@ -41,6 +41,8 @@ from wfm_ds.sampling.denoise import Trajectory
 
 BYTES = {"bfloat16": 2, "float32": 4}
 FLOAT32 = 4
+# Bytes of a trained weight's master and of both its moments; in eight bits 256 elements have a scale.
+MASTER_AND_MOMENTS = {"adamw": 3 * FLOAT32, "adamw8bit": FLOAT32 + 2 * (1 + FLOAT32 / 256)}
 # DeepSpeed's own defaults, for keys that a JSON file leaves out.
 REDUCE_BUCKET, PREFETCH_BUCKET, MAX_LIVE, MAX_REUSE_DISTANCE, SUB_GROUP = 500_000_000, 50_000_000, 10**9, 10**9, 10**9
 
@@ -103,7 +105,8 @@ def estimate(
     staying = sums.states() | sums.frozen() | ({"text encoders": encoders} if keeps_encoders else {})
     phases: dict[str, dict[str, int]] = {"texts": sums.frozen() | {"text encoders": encoders}}
     phases |= {name: staying | parts for name, parts in sums.phases().items()}
-    states = sums.trained * FLOAT32 * (3 + sums.num_copies)
+    kept = {"adamw": 3, "adamw8bit": 5}[recipe.optimizer.name]  # master, moments, and scales of theirs
+    states = sums.trained * FLOAT32 * (kept + sums.num_copies)
     return Estimate(
         phases=phases,
         world_size=world_size,
@@ -133,7 +136,7 @@ class _Sums:
         self.numel = sum(p.numel() for p in parameters)  # adapters of all policies among them
         self.trained = sum(p.numel() for p in parameters if p.requires_grad)
         adapters = self.trained * (1 + self.num_copies) if recipe.lora is not None else 0
-        quantised = [m for m in self.shadow.bare_denoiser.modules() if isinstance(m, Fp8Linear)]
+        quantised = [m for m in self.shadow.bare_denoiser.modules() if isinstance(m, FrozenLinear)]
         self.total = self.numel - adapters + sum(m.in_features * m.out_features for m in quantised)
         size = recipe.sampling
         self.shape = model.latent_shape(size.height, size.width, size.num_frames)
@@ -145,7 +148,7 @@ class _Sums:
     def states(self) -> dict[str, int]:
         """Weights, optimizer states and copies; gradients come in training."""
         shared = self.world_size if self.zero["stage"] == 3 else 1
-        # Tables of positions, and a base in float8: not cut up.
+        # Tables of positions, and a base in fewer bits: not cut up.
         tables = sum(buffer.nbytes for buffer in self.shadow.bare_denoiser.buffers())
         weights = self.numel * self.compute // shared + tables
         if "zero_hpz_partition_size" in self.zero:  # and a copy of the weights in each node
@@ -154,7 +157,9 @@ class _Sums:
         parts = {"weights": weights}
         if not self.offloaded:  # else masters, moments, copies and gradients lie on the host
             parts["policies"] = self.trained * FLOAT32 * self.num_copies // self.world_size
-            parts["optimizer states"] = 3 * self.trained * FLOAT32 // self.world_size
+            parts["optimizer states"] = (
+                int(self.trained * MASTER_AND_MOMENTS[self.recipe.optimizer.name]) // self.world_size
+            )
         if self.zero["stage"] == 3:
             parts["gradients"] = self.gradients
             parts["DeepSpeed"] = self.bucket * FLOAT32

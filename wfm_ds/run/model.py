@@ -16,7 +16,7 @@ from wfm_ds.models import registry
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.recipe.deepspeed import require_idle_experts
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.recipe.sections import AttentionName
+from wfm_ds.recipe.stated import AttentionName
 from wfm_ds.run.estimate import lora_parameters
 from wfm_ds.ulysses.install import check as check_shareable
 from wfm_ds.ulysses.install import check_shape
@@ -25,12 +25,12 @@ from wfm_ds.ulysses.install import check_shape
 def family_of(recipe: Recipe) -> type[DiffusionModel]:
     """The family that serves the recipe's pipeline. Raises ModelError where there is no such folder or family."""
     own = recipe.model.family
-    return registry.family_of(registry.resolve(recipe.model.path, own), own)
+    return registry.family_of(registry.locate(recipe.model.path, own, recipe.model.revision), own)
 
 
-def load_model(recipe: Recipe, device: torch.device, *, placed: bool = False) -> DiffusionModel:
-    """The recipe's pipeline, its denoiser as it is stored until an engine places it (`placed`: on the device, for use
-    without an engine), or re-initialised when the recipe trains from scratch. Raises ModelError when it cannot be
+def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
+    """The recipe's pipeline, its denoiser as it is stored until it is placed (engine/placement.py), or re-initialised
+    when the recipe trains from scratch. Raises ModelError when it cannot be
     loaded, RecipeError when the recipe's size does not fit the family, UserError when its tokens cannot be shared as
     the recipe says."""
     settings, size = recipe.model, recipe.sampling
@@ -40,10 +40,11 @@ def load_model(recipe: Recipe, device: torch.device, *, placed: bool = False) ->
         device=device,
         vae_dtype=DTYPES[settings.vae_dtype],
         own_family=settings.family,
+        revision=settings.revision,
         max_sequence_length=settings.max_sequence_length,
         prompt_template=settings.prompt_template,
         guardrail=settings.guardrail,
-        mapped=settings.denoiser_init != "random" and not placed,
+        mapped=settings.denoiser_init != "random",
     )
     try:
         model.latent_shape(size.height, size.width, size.num_frames)

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from wfm_ds.errors import RecipeError
+from wfm_ds.models.hub import is_id
 from wfm_ds.models.registry import TINY
 from wfm_ds.recipe.deepspeed import find_config
 from wfm_ds.recipe.schema import Recipe
@@ -50,11 +51,13 @@ def nearest_existing(folder: Path) -> Path:
 def require_inputs_elsewhere(recipe: Recipe) -> None:
     """Raise RecipeError if --overwrite would delete what the run is about to read."""
     folder, storage = recipe.run.output_dir.resolve(), recipe.checkpoint.storage
-    model = None if recipe.model.path.startswith(TINY) else Path(recipe.model.path).expanduser()
+    is_folder = not recipe.model.path.startswith(TINY) and not is_id(recipe.model.path)
+    model = Path(recipe.model.path).expanduser() if is_folder else None
     inputs: list[tuple[str, str | Path | None]] = [
         ("model.path", model),
         ("engine.deepspeed", find_config(recipe.engine.deepspeed)),
         *(("data.path", path) for path in recipe.data.shards),
+        *(("data.sets", path) for one, _ in recipe.data.parts().values() for path in one.shards),
         ("data.cache_dir", recipe.data.cache_dir),
         ("validation.path", recipe.validation.path),
         ("validation.prompts", recipe.validation.prompts),

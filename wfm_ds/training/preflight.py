@@ -13,7 +13,9 @@ from wfm_ds.algorithms import engine_policies
 from wfm_ds.data.datasets import TrainingData, buckets_of, load_data, readable
 from wfm_ds.distributed.accelerator import accelerator_present, uses_cuda
 from wfm_ds.distributed.world import ranks_per_node
+from wfm_ds.engine.packages import require_packages
 from wfm_ds.errors import RecipeError
+from wfm_ds.models.hub import name_of
 from wfm_ds.models.loading import chosen_device
 from wfm_ds.pipes.sockets import check_endpoint
 from wfm_ds.recipe.deepspeed import deepspeed_config
@@ -25,6 +27,7 @@ from wfm_ds.rollout.service import endpoints, places, trainer_keys
 from wfm_ds.run.estimate import estimate, memory_lines
 from wfm_ds.run.fit import verdict
 from wfm_ds.run.folder import Start, find_start
+from wfm_ds.run.hub_model import at_commit
 from wfm_ds.run.model import check_attention, family_of, load_model
 from wfm_ds.training.texts_ahead import keeps_encoders
 from wfm_ds.types import Prompt
@@ -90,6 +93,7 @@ def preflight(recipe: Recipe, world_size: int) -> TrainingData:
         world_size=world_size,
         ranks_per_node=ranks_per_node(world_size),
     )
+    require_packages(recipe)
     family_of(recipe)
     data = load_data(recipe)
     for doubt in [*recipe.algorithm.doubts(), *choice_doubts(recipe, data)]:
@@ -118,6 +122,7 @@ def choice_doubts(recipe: Recipe, data: TrainingData) -> list[str]:
 
 def report(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> str:
     """Return what `--check` prints when all is well. Raises UserError otherwise."""
+    recipe = at_commit(recipe, overwrite=overwrite)
     start = find_start(recipe, world_size, overwrite=overwrite)
     data = preflight(recipe, world_size)
     model = load_model(recipe, torch.device("cpu"))
@@ -133,7 +138,7 @@ def report(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> str:
     )
     lines = [
         f"recipe                     {recipe.algorithm.name}, {'LoRA' if recipe.lora else 'all weights'}",
-        f"model                      {model.path}",
+        f"model                      {name_of(model.path)}",
         f"attention                  {kernel}",
         counts,
         f"output                     {beginning(start)}",
@@ -143,6 +148,13 @@ def report(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> str:
         "all checks passed",
     ]
     return "\n".join(lines)
+
+
+def counted(recipe: Recipe, data: TrainingData) -> str:
+    """Say how much there is to train on."""
+    if recipe.is_rl:
+        return f"{len(data.prompts)} prompts"
+    return f"{len(data.samples)} samples to train on, {len(data.held_out)} held out"
 
 
 def gpu_memory() -> int | None:

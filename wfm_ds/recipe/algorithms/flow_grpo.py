@@ -70,6 +70,9 @@ class FlowGrpoAlgorithm(RlSettings):
     def policies(self, rollout: RolloutRecipe) -> frozenset[str]:
         return frozenset({"ref"} if self.kl_beta > 0 else ())
 
+    def reads_rollout_log_probs(self, rollout: RolloutRecipe) -> bool:
+        return self.old_log_prob != "recompute" or (rollout.mode == "async" and rollout.max_staleness > 0)
+
     def check(self, recipe: OtherSections) -> None:
         super().check(recipe)
         solver = recipe.sampling.solver

@@ -1,0 +1,69 @@
+"""A pipeline of the hub and a folder of NAME.txt captions, from the command line on two ranks; then the run goes on
+after the branch has moved, and another one cannot begin without a network."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hub_server import Repo, files_of, hub_server
+from wfm_ds.recipe import file as recipe_file
+
+ROOT = Path(__file__).parent.parent.parent
+NAME = "somebody/tiny-sd3"
+DEADLINE_S = 300
+
+
+def train(tmp_path, *words, endpoint, offline):
+    script = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
+    common = ["recipes/tiny/sd3_sft_lora.yaml", f"model.path={NAME}", f"run.output_dir={tmp_path / 'out'}"]
+    data = ["data.kind=folder", f"data.path={tmp_path / 'pictures'}", "validation.every=0"]
+    return subprocess.run(
+        [script, "--num_gpus", "2", "-m", "wfm_ds.train", *common, *data, *words],
+        cwd=ROOT,
+        env={**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": offline},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_a_run_keeps_the_commit_that_it_began_with(tmp_path, tiny_pipelines):
+    (tmp_path / "pictures").mkdir()
+    for i in range(16):
+        pixels = np.random.default_rng(i).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "pictures" / f"{i:02}.png")
+        (tmp_path / "pictures" / f"{i:02}.txt").write_text(f"picture {i}\n")
+    with hub_server() as hub:
+        hub.repos[NAME] = Repo(files_of(tiny_pipelines("sd3")))
+        commit = hub.repos[NAME].commit
+        done = train(tmp_path, "run.steps=1", "checkpoint.every=1", endpoint=hub.url, offline="0")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert hub.sent.count("transformer/diffusion_pytorch_model.safetensors") == 1
+        assert recipe_file.load(tmp_path / "out" / "recipe.yaml").model.revision == commit
+        assert f'from_pretrained("{NAME}", revision="{commit}"' in "".join((done.stdout + done.stderr).split("\n"))
+        # The branch moves: a new run would take another commit, this one does not ask.
+        hub.repos[NAME].files["README.md"] = b"changed"
+        num_sent = len(hub.sent)
+        again = train(tmp_path, "run.steps=2", "checkpoint.every=1", endpoint=hub.url, offline="0")
+        assert again.returncode == 0, again.stdout + again.stderr
+        assert len(hub.sent) == num_sent
+        assert recipe_file.load(tmp_path / "out" / "recipe.yaml").model.revision == commit
+        assert json.loads((tmp_path / "out" / "result.json").read_text())["step"] == 2
+    elsewhere = train(
+        tmp_path, f"run.output_dir={tmp_path / 'new'}", "model.revision=v2", endpoint=hub.url, offline="1"
+    )
+    assert elsewhere.returncode == 2
+    errors = [line for line in elsewhere.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, elsewhere.stderr
+    assert f"hf download {NAME} --revision v2" in errors[0]
+    assert not (tmp_path / "new").exists()

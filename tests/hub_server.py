@@ -1,0 +1,133 @@
+"""A server on this machine that speaks as much of the Hugging Face hub's protocol as fetching takes.
+
+The client is huggingface_hub itself: what lies in its cache afterwards, and every error, are of its own making.
+"""
+
+import contextlib
+import hashlib
+import json
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+from huggingface_hub import constants
+
+
+@dataclass
+class Repo:
+    """A repository: the files of each revision, and the code with which the hub refuses it, if it does."""
+
+    files: dict[str, bytes]
+    branches: tuple[str, ...] = ("main",)
+    refusal: tuple[int, str] | None = None
+
+    @property
+    def commit(self):
+        digest = hashlib.sha1(b"".join(name.encode() + data for name, data in sorted(self.files.items())))
+        return digest.hexdigest()
+
+
+@dataclass
+class Hub:
+    """The server's repositories by name, and the files that were sent."""
+
+    repos: dict[str, Repo] = field(default_factory=dict)
+    sent: list[str] = field(default_factory=list)
+    asked: int = 0
+    url: str = ""
+
+
+def files_of(folder):
+    """The files of a folder, by their paths in a repository."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def entry(name, data):
+    """A file as the listing of a repository has it."""
+    return {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def do_HEAD(self):
+        self.answer(body=False)
+
+    def do_GET(self):
+        self.answer(body=True)
+
+    def answer(self, *, body):
+        hub = self.server.hub
+        hub.asked += 1
+        words = unquote(urlsplit(self.path).path).strip("/").split("/")
+        if words[:2] == ["api", "models"]:
+            repo, what, rest = "/".join(words[2:4]), words[4] if len(words) > 4 else "revision", words[5:]
+        else:
+            repo, what, rest = "/".join(words[:2]), words[2], words[3:]
+        found = hub.repos.get(repo)
+        branches = (*found.branches, found.commit) if found else ()
+        revision = next((name for name in branches if rest[: name.count("/") + 1] == name.split("/")), None)
+        if found is None:
+            self.refuse(401, "RepoNotFound")
+        elif found.refusal is not None and what != "revision":
+            self.refuse(*found.refusal)
+        elif rest and revision is None:
+            self.refuse(404, "RevisionNotFound")
+        elif what == "resolve":
+            self.send_file(found, "/".join(rest[revision.count("/") + 1 :]), body)
+        elif what == "tree":
+            self.send_json([entry(name, data) for name, data in found.files.items()])
+        else:
+            names = [{"rfilename": name} for name in found.files]
+            self.send_json({"id": repo, "sha": found.commit, "siblings": names})
+
+    def send_file(self, repo, name, body):
+        if name not in repo.files:
+            self.refuse(404, "EntryNotFound", {"X-Repo-Commit": repo.commit})
+            return
+        data = repo.files[name]
+        if body:
+            self.server.hub.sent.append(name)
+        headers = {"ETag": json.dumps(entry(name, data)["oid"]), "X-Repo-Commit": repo.commit}
+        self.respond(200, data, headers)
+
+    def send_json(self, value):
+        self.respond(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def refuse(self, status, code, headers=None):
+        self.respond(status, b"{}", {"X-Error-Code": code, "X-Error-Message": code, **(headers or {})})
+
+    def respond(self, status, data, headers):
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+
+@contextlib.contextmanager
+def hub_server():
+    """A hub on the loopback interface, as long as the context."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.hub = Hub(url=f"http://127.0.0.1:{server.server_port}")
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server.hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def use(monkeypatch, *, url, cache, offline=False):
+    """Have this process's huggingface_hub ask the server and keep files in `cache`."""
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")

@@ -1,0 +1,255 @@
+"""Pipelines by owner/name: what is fetched from a hub on this machine, and a sentence for each failure."""
+
+import json
+import logging
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from hub_server import Repo, files_of, hub_server, use
+from wfm_ds.command.main import main as wfm
+from wfm_ds.errors import ModelError
+from wfm_ds.generate import main as generate
+from wfm_ds.models import hub, registry
+from wfm_ds.models.empty import load_empty
+
+NAME = "stabilityai/stable-diffusion-3.5-medium"
+EXTRA = {
+    "README.md": b"# card",
+    "sd3.5_medium.safetensors": b"a single file",
+    "transformer/diffusion_pytorch_model.bin": b"a pickle",
+    "transformer/diffusion_pytorch_model.fp16.safetensors": b"a variant",
+    "text_encoders/t5xxl.safetensors": b"for another program",
+    "call.json": b"{}",
+}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with hub_server() as running:
+        yield running
+
+
+@pytest.fixture
+def site(server, tmp_path, tiny_pipelines, monkeypatch):
+    """A hub with one pipeline, and an empty cache."""
+    server.repos = {NAME: Repo(files_of(tiny_pipelines("sd3")) | EXTRA, branches=("main", "other/branch"))}
+    server.sent.clear()
+    use(monkeypatch, url=server.url, cache=tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    return server
+
+
+def offline(monkeypatch, tmp_path):
+    use(monkeypatch, url="http://127.0.0.1:9", cache=tmp_path / "cache", offline=True)
+
+
+def refusal(path=NAME, revision=None):
+    with pytest.raises(ModelError) as raised:
+        registry.resolve(path, None, revision)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_the_files_of_the_parts_are_fetched_once_and_no_others(
+    site, tmp_path, monkeypatch, tiny_pipelines, caplog, capfd
+):
+    with caplog.at_level(logging.INFO):
+        folder = registry.resolve(NAME)
+    assert folder.name == site.repos[NAME].commit
+    assert files_of(folder) == files_of(tiny_pipelines("sd3")) | {"call.json": b"{}"}
+    assert site.sent[0] == "model_index.json"
+    assert len(set(site.sent)) == len(site.sent) == len(set(files_of(folder).values()))  # equal files are sent once
+    assert re.search(rf"model {NAME}: 0\.0 GB, \d+ of \d+ files to fetch", caplog.text)
+    site.sent.clear()
+    caplog.clear()
+    assert registry.resolve(NAME) == folder
+    assert not site.sent
+    assert "fetch" not in caplog.text
+    assert "%|" not in capfd.readouterr().err  # no progress bar where there is no terminal
+    assert hub.origin(folder) == (NAME, folder.name)
+    assert hub.name_of(folder) == f"{NAME} @ {folder.name[:7]}"
+    num_asked = site.asked
+    model = registry.load(NAME, revision=folder.name, dtype=torch.float32, device="cpu")
+    assert site.asked == num_asked  # a commit that is there needs no network
+    offline(monkeypatch, tmp_path)
+    assert registry.resolve(NAME) == registry.resolve(NAME, None, folder.name) == model.path == folder
+
+
+def test_a_branch_with_a_slash_is_a_revision(site):
+    assert registry.resolve(NAME, None, "other/branch").name == site.repos[NAME].commit
+    message = refusal(revision="v9")
+    assert message == f"{NAME} has no branch, tag or commit v9: change model.revision"
+
+
+def test_pictures_are_drawn_with_a_revision_of_the_hub(site, tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("a cat\n")
+    words = [
+        "--model",
+        NAME,
+        "--prompts",
+        "prompts.txt",
+        "--out",
+        "out",
+        "--steps",
+        "2",
+        "--height",
+        "32",
+        "--width",
+        "32",
+    ]
+    assert generate([*words, "--revision", "v9"]) == 2
+    assert "no branch, tag or commit v9" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert generate([*words, "--revision", "other/branch"]) == 0
+    assert (tmp_path / "out" / "0000.png").is_file()
+
+
+def test_an_unsupported_class_is_refused_before_its_weights_are_fetched(site):
+    site.repos[NAME].files["model_index.json"] = json.dumps({"_class_name": "FluxPipeline"}).encode()
+    assert "pipelines of class FluxPipeline are not supported" in refusal()
+    assert site.sent == ["model_index.json"]
+
+
+def test_what_an_interrupted_download_lacks_is_fetched(site, tmp_path, monkeypatch):
+    folder = registry.resolve(NAME)
+    lost = [folder / "vae/config.json", folder / "transformer/diffusion_pytorch_model.safetensors"]
+    for path in lost:
+        path.unlink()
+    site.sent.clear()
+    offline(monkeypatch, tmp_path)
+    assert f"hf download {NAME} --revision {folder.name}" in refusal()
+    use(monkeypatch, url=site.url, cache=tmp_path / "cache")
+    assert registry.resolve(NAME) == folder
+    assert all(path.is_file() for path in lost)
+    shutil.rmtree(folder / "vae")
+    shutil.rmtree(folder.parent.parent / "trees")  # as of a cache that another program filled
+    offline(monkeypatch, tmp_path)
+    assert "the hub cannot be reached" in refusal()
+
+
+def test_a_size_is_estimated_without_the_weights(site):
+    model = load_empty(NAME, dtype=torch.float32)
+    assert all(parameter.is_meta for parameter in model.bare_denoiser.parameters())
+    assert not [name for name in site.sent if name.endswith(".safetensors")]
+
+
+def test_a_repository_is_looked_at_without_its_weights_unless_they_are_asked_for(site, capsys):
+    assert wfm(["models", NAME]) == 0
+    told = capsys.readouterr().out
+    assert "StableDiffusion3Pipeline" in told
+    assert not [name for name in site.sent if name.endswith(".safetensors")]
+    assert wfm(["models", NAME, "--revision", "other/branch", "--download"]) == 0
+    assert "transformer" in capsys.readouterr().out
+    assert "transformer/diffusion_pytorch_model.safetensors" in site.sent
+
+
+def test_a_part_that_has_nothing_but_a_variant_is_fetched_as_that(site):
+    files = site.repos[NAME].files
+    weights = files.pop("vae/diffusion_pytorch_model.safetensors")
+    files |= {"vae/diffusion_pytorch_model.bf16.safetensors": weights}
+    folder = registry.resolve(NAME)
+    assert (folder / "vae/diffusion_pytorch_model.bf16.safetensors").is_file()
+    assert not (folder / "transformer/diffusion_pytorch_model.fp16.safetensors").exists()
+
+
+SHARD = "m-00001-of-00002.safetensors"
+LISTINGS = [
+    (
+        [SHARD, "m.safetensors.index.json", "m.fp16.safetensors", "m.safetensors.index.fp16.json", "config.json"],
+        [SHARD, "m.safetensors.index.json", "config.json"],
+    ),
+    (["m.safetensors", "m.fp16-00001-of-00002.safetensors", "m.msgpack"], ["m.safetensors"]),
+    (["m.bf16.safetensors", "m.safetensors.index.bf16.json", "spiece.model"], ...),
+    (["vocab.json", "merges.txt", "template.jinja", "notes.md"], ["vocab.json", "merges.txt", "template.jinja"]),
+]
+
+
+@pytest.mark.parametrize(("files", "kept"), LISTINGS)
+def test_of_a_part_the_plain_weights_are_wanted_else_the_variant(files, kept):
+    listed = [f"part/{name}" for name in files]
+    assert hub.wanted(listed, ["part"]) == (listed if kept is ... else [f"part/{name}" for name in kept])
+    assert hub.wanted(listed, ["other"]) == []
+
+
+def test_not_in_the_cache_and_no_network(site, tmp_path, monkeypatch):
+    expected = (
+        f"{NAME} is not in the hub cache of this machine (nor a folder here) and the hub cannot be reached; on a "
+        f'machine with a network: hf download {NAME} --revision v1 --exclude "*.bin"'
+    )
+    offline(monkeypatch, tmp_path)
+    assert refusal(revision="v1") == expected
+
+
+@pytest.mark.slow  # huggingface_hub tries again for 20 s
+def test_a_hub_that_does_not_answer_is_as_good_as_none(tmp_path, monkeypatch):
+    use(monkeypatch, url="http://127.0.0.1:9", cache=tmp_path / "cache")  # nobody listens on this port
+    assert f"the hub cannot be reached; on a machine with a network: hf download {NAME} --exclude" in refusal()
+
+
+def test_a_repository_that_may_not_be_seen_and_one_that_asks_for_a_licence(site):
+    message = refusal("stabilityai/stable-diffusion-3.5-medum")
+    assert message.startswith("the hub has no stabilityai/stable-diffusion-3.5-medum that you may see, and there is no")
+    assert message.endswith(f"hf auth login; for the released one: model.path={NAME}")
+    site.repos[NAME].refusal = (403, "GatedRepo")
+    assert refusal() == (
+        f"{NAME} asks you to accept its licence: open https://huggingface.co/{NAME}, accept, then hf auth login (or "
+        "set HF_TOKEN)"
+    )
+    site.repos[NAME].refusal = (403, "Disabled")
+    assert "cannot be fetched from the hub" in refusal()
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "message"),
+    [
+        (
+            "nvidia/Cosmos-Predict2-9B",
+            {"base/post-trained/81edfebe_ema_bf16.pt": b""},
+            "nvidia/Cosmos-Predict2-9B holds original Cosmos checkpoints; convert one: python "
+            "convert_cosmos_to_diffusers.py --transformer_type Cosmos-2.5-Predict-Base-2B --transformer_ckpt_path FILE "
+            "--vae_type wan2.1 --output_path OUT --save_pipeline (a script of diffusers)",
+        ),
+        (
+            "nvidia/Cosmos-Predict2.5-2B",
+            {"base/post-trained/81edfebe_ema_bf16.pt": b""},
+            "nvidia/Cosmos-Predict2.5-2B has a pipeline in diffusers' format in another branch: set model.revision: "
+            "diffusers/base/post-trained",
+        ),
+        (
+            "Wan-AI/Wan2.1-T2V-1.3B",
+            {"diffusion_pytorch_model.safetensors": b""},
+            "Wan-AI/Wan2.1-T2V-1.3B is not in diffusers' format; Wan-AI/Wan2.1-T2V-1.3B-Diffusers is",
+        ),
+        ("me/mine", {"x": b""}, "me/mine has no model_index.json: name a repository in diffusers' format"),
+    ],
+)
+def test_a_repository_in_another_format_is_answered_with_the_way_out(site, name, files, message):
+    site.repos[name] = Repo(files)
+    assert refusal(name) == message
+
+
+def test_a_full_disk_is_found_before_anything_is_fetched(site, monkeypatch):
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: usage)
+    assert re.search(r"needs 0\.0 GB in .*cache, where 0\.0 GB are free", refusal())
+    assert site.sent == ["model_index.json"]
+
+
+def test_a_folder_goes_before_an_id_and_a_path_is_none(tmp_path, monkeypatch, tiny_pipelines):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_pipelines("sd3"), tmp_path / NAME)
+    assert registry.resolve(NAME) == Path(NAME)
+    assert refusal(NAME, "main") == f"model.revision main is for a repository of the hub, and {NAME} is none: remove it"
+    for path in ("models/stable-diffusion-3.5-medium", "./a/b", "~/a", "a/b/c", "/a/b", "a", "tiny:sd3"):
+        assert not hub.is_id(path)
+    assert refusal("models/stable-diffusion-3.5-medium") == (
+        "models/stable-diffusion-3.5-medium does not exist; model.path must name a diffusers pipeline folder on this "
+        f"disk, owner/name of the hub, or tiny:FAMILY; for the released one: model.path={NAME}"
+    )
+    assert refusal("models/Cosmos-Predict2.5-2B").endswith(
+        "model.path=nvidia/Cosmos-Predict2.5-2B model.revision=diffusers/base/post-trained"
+    )

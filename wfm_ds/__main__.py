@@ -1,0 +1,8 @@
+"""`python -m wfm_ds`: the same as the command `wfm`."""
+
+import sys
+
+from wfm_ds.command.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""`wfm check`: what `python -m wfm_ds.train RECIPE --check` does, for as many GPUs as are asked for."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from wfm_ds.command.train import at_least_one
+from wfm_ds.program import Parser
+
+
+def parser() -> Parser:
+    p = Parser(
+        prog="wfm check",
+        description="Validate a recipe, its data, its model and its rewards; print the derived numbers, train nothing.",
+        epilog="Example: %(prog)s tiny/sd3_nft run.steps=4 --gpus 2",
+    )
+    p.add_argument("recipe", type=Path, help="a YAML recipe, or the name of a shipped one (wfm recipes)")
+    p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the recipe's")
+    p.add_argument("--gpus", type=at_least_one, metavar="N", help="of the run (default: those here, else the fewest)")
+    p.add_argument("--overwrite", action="store_true", help="as of wfm train: a run that is there does not count")
+    return p
+
+
+def run(args: argparse.Namespace) -> None:
+    from wfm_ds.distributed.accelerator import choose_accelerator
+    from wfm_ds.distributed.determinism import deterministic
+    from wfm_ds.distributed.logs import quieten_libraries
+    from wfm_ds.doctor.command import visible_gpus
+    from wfm_ds.recipe import file as recipe_file
+
+    quieten_libraries()
+    choose_accelerator()
+    recipe = recipe_file.load(args.recipe, args.overrides)
+    from wfm_ds.training.preflight import report
+
+    ranks = args.gpus or visible_gpus() or recipe.engine.sequence_parallel
+    with deterministic(recipe.engine.deterministic):
+        sys.stdout.write(report(recipe, ranks, overwrite=args.overwrite) + "\n")
+    processes = f"{ranks} process{'' if ranks == 1 else 'es'}"
+    sys.stdout.write(f"ready: {processes}, {recipe.run.steps} steps; next: wfm train {args.recipe} --gpus {ranks}\n")

@@ -1,0 +1,66 @@
+"""`wfm models`: the families that can be trained, and which of them a folder is."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from wfm_ds.program import Parser
+
+GB = 10**9
+
+
+def parser() -> Parser:
+    p = Parser(
+        prog="wfm models",
+        description="List the model families and their pipelines, or tell what a pipeline folder is.",
+        epilog="Example: %(prog)s tiny:sd3",
+    )
+    p.add_argument("path", nargs="?", help="a diffusers pipeline folder, owner/name of the hub, or tiny:FAMILY")
+    p.add_argument("--revision", help="branch, tag or commit of one of the hub (default main)")
+    p.add_argument("--download", action="store_true", help="fetch the weights of one of the hub, too")
+    return p
+
+
+def run(args: argparse.Namespace) -> None:
+    from wfm_ds.distributed.logs import quieten_libraries
+
+    quieten_libraries()
+    sys.stdout.write(all_families() if args.path is None else facts(args.path, args.revision, weights=args.download))
+
+
+def all_families() -> str:
+    from wfm_ds.models import registry, tiny
+
+    rows = [(name, family.pipeline_classes) for name, family in sorted(registry.families().items())]
+    width = max(len(name) for name, _ in rows) + 2
+    lines = [f"{name:{width}}{', '.join(classes)}" for name, classes in rows]
+    return "\n".join([*lines, "", f"random ones to try: {', '.join(f'tiny:{name}' for name in tiny.FAMILIES)}"]) + "\n"
+
+
+def facts(path: str, revision: str | None = None, *, weights: bool = False) -> str:
+    """Tell what a folder holds, or a repository of the hub, of which `weights` fetches these too. Raises ModelError if
+    it is no pipeline, or of no known family."""
+    from wfm_ds.models import registry
+    from wfm_ds.models.loading import read_json
+
+    folder = registry.resolve(path, None, revision, weights=weights)
+    family = registry.family_of(folder)
+    index: dict[str, Any] = read_json(folder / "model_index.json")
+    rows = {
+        "pipeline": index["_class_name"],
+        "family": f"{family.family}, supported",
+        "folder": str(folder),
+        "LoRA on": ", ".join(family.default_lora_targets) + " (lora.targets)",
+    }
+    listed = (name for name, value in index.items() if isinstance(value, list) and value[0] is not None)
+    sizes = {name: weight_bytes(folder / name) for name in listed}
+    parts = [f"  {name:18}{size / GB:.3f} GB\n" for name, size in sizes.items() if size]
+    return "".join(f"{name:10}{text}\n" for name, text in rows.items()) + "weights\n" + "".join(parts)
+
+
+def weight_bytes(folder: Path) -> int:
+    """Bytes of the safetensors files of a part."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

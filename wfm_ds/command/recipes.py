@@ -1,0 +1,67 @@
+"""`wfm recipes`: the recipes that come with the package."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from wfm_ds.errors import UserError
+from wfm_ds.program import Parser
+from wfm_ds.recipe import shipped
+
+WIDTH = 120
+
+
+def parser() -> Parser:
+    p = Parser(
+        prog="wfm recipes",
+        description="List the shipped recipes, or those with each WORD in their line; show one; copy one to a file.",
+        epilog="Example: %(prog)s copy tiny/sd3_nft mine.yaml",
+        usage="%(prog)s [list [WORD ...] | show NAME | copy NAME [FILE]]",
+    )
+    p.add_argument("action", nargs="?", choices=["list", "show", "copy"], default="list", help=argparse.SUPPRESS)
+    p.add_argument("words", nargs="*", help=argparse.SUPPRESS)
+    return p
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.action == "list":
+        sys.stdout.write(listed(args.words))
+        return
+    fewest, most = 1, 2 if args.action == "copy" else 1
+    if not fewest <= len(args.words) <= most:
+        raise UserError(f"wfm recipes {args.action} takes NAME{' [FILE]' if most == 2 else ''}; wfm recipes lists all")
+    path = shipped.require(args.words[0])
+    if args.action == "show":
+        sys.stdout.write(path.read_text("utf-8"))
+        return
+    out = Path(args.words[1] if len(args.words) == 2 else path.name)
+    copy(path, out)
+    sys.stdout.write(f"wrote {out}; next: wfm check {out}\n")
+
+
+def listed(words: list[str]) -> str:
+    """One line for each recipe with all of these words in it."""
+    wanted = [word.lower() for word in words]
+    rows = [(name, shipped.purpose(shipped.require(name))) for name in shipped.names()]
+    rows = [row for row in rows if all(word in " ".join(row).lower() for word in wanted)]
+    if not rows:
+        raise UserError(f"no shipped recipe has the words {' '.join(words)}; wfm recipes lists all")
+    width = max(len(name) for name, _ in rows) + 2
+    return "".join(f"{name:{width}}{shortened(what, WIDTH - width)}\n" for name, what in rows)
+
+
+def shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 3].rstrip()}..."
+
+
+def copy(path: Path, out: Path) -> None:
+    """Write a shipped recipe to a new file. Raises UserError if there is one, or no folder for it."""
+    if not out.parent.is_dir():
+        raise UserError(f"{out}: there is no folder {out.parent}")
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(shipped.copied(path))
+    except FileExistsError as error:
+        raise UserError(f"{out} exists: name another file, or remove it first") from error

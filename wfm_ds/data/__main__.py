@@ -1,0 +1,69 @@
+"""`wfm data DIR` (`python -m wfm_ds.data DIR`): how a folder of media is read, what it holds, and three captions."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from wfm_ds.program import Parser, program
+
+if TYPE_CHECKING:
+    from wfm_ds.data.samples import SampleSet
+
+NUM_CAPTIONS = 3
+READINGS = {
+    "cosmos": "a Cosmos folder",
+    "webdataset": "tar shards",
+    "table": "a table of captions",
+    "hf": "a data set of the library datasets",
+    "media": "media with captions beside them",
+}
+
+
+def parser() -> Parser:
+    p = Parser(
+        prog="wfm data",
+        description="Show how data.kind: folder reads a folder, and three captions of it.",
+        epilog="Example: %(prog)s my_pictures",
+    )
+    p.add_argument("folder", type=Path, help="a folder with images or videos and their captions (docs/data.md)")
+    p.add_argument("--prompt", help="data.prompt: the caption of media that have none")
+    p.add_argument("--caption-column", metavar="NAME", help="data.caption_column of a table")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return program(parser(), run, argv)
+
+
+def run(args: argparse.Namespace) -> None:
+    from wfm_ds.data.folder import folder_set
+    from wfm_ds.data.layout import recognise
+    from wfm_ds.recipe.data import DataRecipe
+
+    layout = recognise(args.folder)
+    recipe = DataRecipe(kind="folder", path=str(args.folder), prompt=args.prompt, caption_column=args.caption_column)
+    found = folder_set(recipe, args.folder, layout)
+    lines = [f"{found.source}: {READINGS[layout.reading]} ({layout.sign})", *described(found)]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def described(found: SampleSet) -> list[str]:
+    """Return what a data set holds, in lines."""
+    from wfm_ds.data.samples import IMAGE_SUFFIXES, REASONS
+
+    kinds = Counter("images" if s.media.suffix in IMAGE_SUFFIXES else "videos" for s in found.samples)
+    lines = [f"samples    {', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))}"]
+    lines += [f"note       {note}" for note in found.notes]
+    lines += [f"skipped    {len(names)}, {REASONS[why]}, e.g. {names[0]}" for why, names in found.bad.items()]
+    shown = found.samples[:: max(1, len(found.samples) // NUM_CAPTIONS)][:NUM_CAPTIONS]
+    return [*lines, *(f"{sample.id}: {json.dumps(sample.prompt.text, ensure_ascii=False)}" for sample in shown)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
