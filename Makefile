@@ -11,10 +11,11 @@ help:  ## This list
 
 setup: .venv/installed  ## Create .venv and install wfm_ds with everything that tests need
 
-.venv/installed: setup.py constraints.txt
+# An older wfm_ds had a deepspeed script of its own, which pip removes with it: doctor puts DeepSpeed's back.
+.venv/installed: setup.py pyproject.toml constraints.txt
 	test -x $(PY) || python3 -m venv .venv
 	DS_BUILD_OPS=0 $(PY) -m pip install -q -c constraints.txt -e ".[dev]"
-	$(PY) -m wfm_ds doctor --fix  # an older version of ours had a deepspeed script of its own, which pip has removed
+	-$(PY) -m wfm_ds doctor --fix
 	touch .venv/installed
 
 quickstart: $(SETUP)  ## Train the digits model by SFT, improve it by DiffusionNFT, show the result (docs/quickstart.md)

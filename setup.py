@@ -21,6 +21,17 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     packages=[
         *packages(".", "wfm_ds"),
         "wfm_ds.ds_configs",
@@ -71,6 +82,7 @@ setup(
         "reward-ocr": ["rapidocr-onnxruntime>=1.4.4"],
         "reward-http": ["aiohttp>=3.9", "prometheus-client"],  # the service's HTTP port
         "s3": ["s3fs"],
+        "datasets": ["datasets>=4"],  # data.kind: hf, and tables in parquet
         "fp8": ["torchao>=0.18"],  # model.fp8_training
         "low-bit": ["bitsandbytes>=0.50"],  # model.base_precision: nf4, optimizer.name: adamw8bit
         "bench": ["matplotlib"],
@@ -79,6 +91,7 @@ setup(
             "pytest",
             "pytest-xdist",
             "s3fs",
+            "datasets>=4",
             "moto[s3]",  # an S3 server for tests, with the two of the next line
             "flask",
             "flask-cors",

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from wfm_ds import __version__, launch
+from wfm_ds.distributed import runner_line
 from wfm_ds.errors import UserError
 
 WAIT_S = 90
@@ -69,7 +70,7 @@ def runner_parser():
 
 def test_switches_are_those_of_the_runner(runner_parser):
     valueless = {name for action in runner_parser._actions if action.nargs == 0 for name in action.option_strings}
-    assert valueless == launch.SWITCHES
+    assert valueless == runner_line.SWITCHES
 
 
 LINES = [

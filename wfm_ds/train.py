@@ -14,23 +14,23 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wfm_ds import __version__
 from wfm_ds.program import Parser, program
 
 if TYPE_CHECKING:
-    from wfm_ds.data.datasets import TrainingData
     from wfm_ds.distributed.lifecycle import StopFlag
     from wfm_ds.distributed.world import World
-    from wfm_ds.models.base import DiffusionModel
     from wfm_ds.recipe.schema import Recipe
     from wfm_ds.run.ending import Ending
     from wfm_ds.run.folder import Start
     from wfm_ds.run.mirror import Mirror
     from wfm_ds.run.result import Outcome
     from wfm_ds.run.stored import Copies
+    from wfm_ds.training.loop import Loop
 
 log = logging.getLogger("wfm_ds.train")  # run with -m, __name__ is another
 
@@ -78,9 +78,10 @@ def load_and_run(args: argparse.Namespace) -> int:
 
 def check(recipe: Recipe, rank: int, *, overwrite: bool) -> int:
     from wfm_ds.distributed import lifecycle
-    from wfm_ds.training.preflight import report
+    from wfm_ds.training import language_build, preflight
 
     if rank == 0:
+        report = language_build.report if recipe.algorithm.trains_language else preflight.report
         # Without a launcher: as for the fewest ranks that can run it.
         world_size = int(os.environ.get("WORLD_SIZE", str(recipe.engine.sequence_parallel)))
         sys.stdout.write(report(recipe, world_size, overwrite=overwrite) + "\n")
@@ -116,17 +117,14 @@ def prepare_and_train(
 
     Returns what the loop reached and, with checkpoint.storage, what became of the copies.
     """
-    from wfm_ds.data.shared import read_on_main
     from wfm_ds.distributed.logs import setup_logging
     from wfm_ds.distributed.world import ranks_per_node
     from wfm_ds.recipe.derived import num_replicas
     from wfm_ds.run.ending import take_back
     from wfm_ds.run.folder import locked
     from wfm_ds.run.hub_model import agreed_commit, fetch
-    from wfm_ds.run.model import check_attention, load_model
-    from wfm_ds.run.out_of_memory import explained
     from wfm_ds.run.stored import open_mirror, opened, require_storage
-    from wfm_ds.training.preflight import preflight
+    from wfm_ds.training import build, language_build
 
     folder = recipe.run.output_dir
     num_replicas(recipe, world.size, ranks_per_node=ranks_per_node(world.size))
@@ -137,17 +135,8 @@ def prepare_and_train(
         return finished_before(recipe, world, start)
     fetch(recipe, world)
     world.checked(lambda: require_storage(recipe), on="main")
-    data = read_on_main(world, lambda: preflight(recipe, world.size))
-    with_advice = functools.partial(explained, world.device, advice_of(recipe, world))
-
-    def loaded() -> DiffusionModel:
-        with with_advice(lambda: "start"):
-            return load_model(recipe, world.device)
-
-    model = world.checked(loaded)
-    world.checked(lambda: check_attention(recipe, model, world.device))
-    drawn = [prompt.text for prompt in (*data.prompts, *data.shown)]
-    world.checked(lambda: model.check_prompts(drawn[world.rank :: world.size]))
+    kind: Any = language_build if recipe.algorithm.trains_language else build
+    build_loop = kind.prepare(recipe, world, stop, with_advice(recipe, world))
     with contextlib.ExitStack() as held:
         world.checked(lambda: held.enter_context(locked(folder)), on="main")
         # Once more: until the folder was locked, another start of this run may have gone on in it.
@@ -159,7 +148,14 @@ def prepare_and_train(
         start = opened(recipe, world, mirror, start, overwrite=overwrite)
         with ending.recording(take_back(folder, start)):
             setup_logging(folder, world.rank, console=recipe.logging.console)
-            return train(recipe, world, stop, model, data, start, mirror, ending)
+            return train(recipe, world, build_loop, start, mirror, ending)
+
+
+def with_advice(recipe: Recipe, world: World) -> Callable[[Callable[[], str | None]], AbstractContextManager[None]]:
+    """Contexts that say, of memory that does not suffice inside, which keys to change."""
+    from wfm_ds.run.out_of_memory import explained
+
+    return functools.partial(explained, world.device, advice_of(recipe, world))
 
 
 def advice_of(recipe: Recipe, world: World) -> Callable[[str], list[str]]:
@@ -192,22 +188,18 @@ def agreed_start(recipe: Recipe, world: World, *, overwrite: bool) -> Start:
 def train(
     recipe: Recipe,
     world: World,
-    stop: StopFlag,
-    model: DiffusionModel,
-    data: TrainingData,
+    build_loop: Callable[[Start, Mirror | None, ExitStack], Loop],
     start: Start,
     mirror: Mirror | None,
     ending: Ending,
 ) -> tuple[Outcome, Copies | None]:
-    """Wrap the denoiser and run the recipe's loop to its end. Every rank returns the same."""
+    """Wrap the network that trains and run the recipe's loop to its end. Every rank returns the same."""
     from wfm_ds.run.ending import recorded
-    from wfm_ds.run.out_of_memory import explained
     from wfm_ds.run.stored import discard_fetched
-    from wfm_ds.training.build import build_loop
 
-    with_advice = functools.partial(explained, world.device, advice_of(recipe, world))
-    with contextlib.ExitStack() as building, with_advice(lambda: "start"):
-        loop = build_loop(recipe, world, stop, model, data, start, mirror, building)
+    advised = with_advice(recipe, world)
+    with contextlib.ExitStack() as building, advised(lambda: "start"):
+        loop = build_loop(start, mirror, building)
         if start.checkpoint is not None:
             loop.checkpoints.restore(loop, Path(start.checkpoint))
             discard_fetched(recipe, world)
@@ -215,7 +207,7 @@ def train(
         resources = building.pop_all()
     with recorded(ending, recipe, mirror, loop, loop.exporter) as record:
         # Closed before the copies are waited for: these are of whole files.
-        with resources, with_advice(lambda: loop.job.timer.interrupted):
+        with resources, advised(lambda: loop.job.timer.interrupted):
             outcome = loop.run()
         return outcome, record.ended(outcome)
 

@@ -17,7 +17,7 @@ from benchmarks.rehearsal.ground import fake_gpus
 from benchmarks.rehearsal.record import Record
 
 if TYPE_CHECKING:
-    from wfm_ds.training.loop import Loop
+    from wfm_ds.training.build import DiffusionLoop as Loop
 
 LORA = ("lora.rank=4", "lora.alpha=8")
 FULL = ("lora=null",)

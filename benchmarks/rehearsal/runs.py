@@ -13,7 +13,7 @@ from benchmarks.rehearsal.record import Record
 from benchmarks.rehearsal.watch import watched
 
 if TYPE_CHECKING:
-    from wfm_ds.training.loop import Loop
+    from wfm_ds.training.build import DiffusionLoop as Loop
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "tiny"
 IMAGES = {"paired": "images", "pairs": "pairs.jsonl"}  # by data.kind, in the folder of digits

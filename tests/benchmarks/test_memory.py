@@ -8,7 +8,7 @@ from wfm_ds.monitoring.stopwatch import GIB
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.run.fit import fits
 
-RECIPES = sorted(memory.RECIPES.glob("*.yaml"))
+RECIPES = memory.shipped()
 
 
 def stated(path):

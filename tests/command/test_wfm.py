@@ -61,7 +61,8 @@ def test_python_m_is_the_same_command():
     ("words", "sentence"),
     [
         ("trian r.yaml", "wfm trian: there is no such command; did you mean wfm train?"),
-        ("data digit", "wfm data digit: there is no such command; did you mean wfm data digits?"),
+        ("data digits/none", "digits/none is not there: wfm data digits digits makes it"),
+        ("data digit", "digit is no folder here; for a data set of the Hugging Face hub set data.kind: hf"),
         ("train", "the following arguments are required: recipe, section.key=value (wfm train --help"),
         ("train tiny/sd3_nft --gpu 2 --colour", "unrecognized arguments: --colour (wfm train --help"),
         ("train tiny/sd3_nft --gpus 0", "argument --gpus: '0' is not a whole number from 1"),

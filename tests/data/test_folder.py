@@ -200,7 +200,7 @@ NEAR_MISSES = {
     "no captions": (
         MANY,
         "DIR: 12 images, no captions: put NAME.txt beside each, or set data.prompt to one caption for all, or: "
-        'python -m wfm_ds.data.captions DIR --prompt "..."',
+        'wfm data captions DIR --prompt "..."',
     ),
     "captions for some": (
         MANY | {"x.mp4": None, "y.png": None, "y.txt": "y"},
@@ -232,8 +232,7 @@ NEAR_MISSES = {
     ),
     "videos alone": (
         {"videos/a.mp4": None, "videos/b.mp4": None},
-        'DIR has videos/ and no metas/: python -m wfm_ds.data.captions DIR --layout cosmos --prompt "..." writes '
-        "metas/NAME.txt",
+        'DIR has videos/ and no metas/: wfm data captions DIR --layout cosmos --prompt "..." writes metas/NAME.txt',
     ),
     "unread": (
         {"a.heic": None, "b.HEIC": None, "c.gif": None},
@@ -257,7 +256,7 @@ def test_a_near_miss_is_answered_with_what_was_found(tmp_path, name):
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     assert refusal(tmp_path / "none").startswith(f"{tmp_path}/none is no folder here")
     digits = tmp_path / "digits"
-    assert refusal(digits) == f"{digits} is not there: python -m wfm_ds.data.digits {digits} makes it"
+    assert refusal(digits) == f"{digits} is not there: wfm data digits {digits} makes it"
     file = put(tmp_path, {"file": "x"}) / "file"
     assert refusal(file) == f"{file} is a file: data.path names a folder for kind folder"
 

@@ -251,3 +251,9 @@ def test_neither_side_of_a_small_folder_is_empty(tmp_path, holdout):
     put(tmp_path, "b")
     put(tmp_path, "c")
     assert sorted(len(side) for side in scan(tmp_path).split(holdout)) == [1, 2]
+
+
+def test_digits_that_are_missing_are_answered_with_their_command(tmp_path):
+    folder = tmp_path / "digits" / "images"
+    with pytest.raises(DataError, match=f"images is not there: wfm data digits {folder.parent} makes it"):
+        PairedFolder(folder, max_bad_fraction=0.0)

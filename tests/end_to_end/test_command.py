@@ -51,11 +51,20 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "nft"
     process = run("--num_gpus", "2", "-m", "wfm_ds.train", RECIPE, f"run.output_dir={folder}")
     assert process.returncode == 0, process.stdout + process.stderr
+    (folder.parent / "console.txt").write_text(process.stderr)
     return folder
 
 
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_start_tells_what_it_waits_for(finished):
+    console = (finished.parent / "console.txt").read_text()
+    wanted = ["reading data recipes/tiny/prompts/colors", "INFO 12 prompts", "loading model tiny:sd3", "model loaded, "]
+    places = [console.find(line) for line in [*wanted, "the first step was done "]]
+    assert -1 not in places
+    assert places == sorted(places)
 
 
 def test_result_tells_how_the_run_ended(finished):

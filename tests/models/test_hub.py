@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hub_server import Repo, files_of, hub_server, use
+from wfm_ds.command.main import main as wfm
 from wfm_ds.errors import ModelError
 from wfm_ds.generate import main as generate
 from wfm_ds.models import hub, registry
@@ -134,6 +135,16 @@ def test_a_size_is_estimated_without_the_weights(site):
     model = load_empty(NAME, dtype=torch.float32)
     assert all(parameter.is_meta for parameter in model.bare_denoiser.parameters())
     assert not [name for name in site.sent if name.endswith(".safetensors")]
+
+
+def test_a_repository_is_looked_at_without_its_weights_unless_they_are_asked_for(site, capsys):
+    assert wfm(["models", NAME]) == 0
+    told = capsys.readouterr().out
+    assert "StableDiffusion3Pipeline" in told
+    assert not [name for name in site.sent if name.endswith(".safetensors")]
+    assert wfm(["models", NAME, "--revision", "other/branch", "--download"]) == 0
+    assert "transformer" in capsys.readouterr().out
+    assert "transformer/diffusion_pytorch_model.safetensors" in site.sent
 
 
 def test_a_part_that_has_nothing_but_a_variant_is_fetched_as_that(site):

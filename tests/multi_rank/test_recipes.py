@@ -15,7 +15,7 @@ from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.derived import derive
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
-TINY = sorted((RECIPES / "tiny").glob("*.yaml"))
+TINY = sorted(path for path in (RECIPES / "tiny").glob("*.yaml") if "llava" not in path.stem)  # test_language.py
 SHORT = [
     "run.steps=2",
     "sampling.eval_steps=1",
@@ -56,6 +56,8 @@ TWINS = {
     "wan_nft": "wan_nft",
     "wan22_sft_lora": "wan22_sft_lora",
     "sd3_dpo": "sd3_dpo",
+    "reason_llava_sft": "reason_llava_sft",
+    "reason_llava_sft_lora": "reason_llava_sft_lora",
 }
 # algorithm: the tiny recipe whose settings it has on every family. AWM and RAM are nft with a loss of their own.
 BASE = {"sft": "wan_sft_lora", "dpo": "sd3_dpo", "nft": "sd3_nft", "flow_grpo": "sd3_flow_grpo", "ddrl": "sd3_ddrl"}

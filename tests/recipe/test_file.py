@@ -132,7 +132,7 @@ def test_all_errors_are_reported_sorted_by_line(errors):
             "name: diffusion_nft",
             "name: grpo",
             7,
-            "algorithm.name: expected one of sft, dpo, diffusion_nft, awm, ram, dgpo, flow_grpo, ddrl, "
+            "algorithm.name: expected one of sft, dpo, diffusion_nft, awm, ram, dgpo, flow_grpo, ddrl, vlm_sft, "
             "package.module:Class, got 'grpo'",
         ),
         (
@@ -146,7 +146,7 @@ def test_all_errors_are_reported_sorted_by_line(errors):
             "algorithm: nft",
             6,
             "algorithm: expected a mapping with name: sft or dpo or diffusion_nft or awm or ram or dgpo or "
-            "flow_grpo or ddrl, got 'nft'",
+            "flow_grpo or ddrl or vlm_sft, got 'nft'",
         ),
         ("weight: 2", "weight: x", 12, "reward.functions.1.weight: expected a number, got 'x'"),
         ("weight: 2", "clip: [2, 1]", 12, "reward.functions.1.clip: the lower bound 2.0 must be below the upper"),

@@ -38,5 +38,5 @@ def rl_policies(recipe: Recipe) -> frozenset[str]:
 
 def engine_policies(recipe: Recipe) -> frozenset[str]:
     """The copies of the weights that the engine keeps for this recipe."""
-    algorithm = rl_policies(recipe) if recipe.is_rl else frozenset(recipe.supervised.references)
+    algorithm = rl_policies(recipe) if recipe.is_rl else frozenset(recipe.algorithm.references)
     return algorithm | ({"ema"} if recipe.ema is not None else set())

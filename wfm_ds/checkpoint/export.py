@@ -211,7 +211,7 @@ def refuse_to_overwrite(out: Path, base: Path) -> None:
     target, source = out.resolve(), base.resolve()
     if target == source or source.is_relative_to(target):
         raise ModelError(f"{out}: the export would replace the base model {base}; choose another folder")
-    known = ("model_index.json", LORA_FOLDER)
+    known = ("model_index.json", "config.json", LORA_FOLDER)
     if out.exists() and any(out.iterdir()) and not any((out / name).exists() for name in known):
         raise ModelError(f"{out}: exists and is not an export; move it away or choose another folder")
 
@@ -325,7 +325,7 @@ def _stored(own: torch.dtype, chosen: torch.dtype) -> torch.dtype:
     return chosen if own.is_floating_point else own
 
 
-def planned_shards(specs: Mapping[str, Spec], shard_bytes: int) -> dict[str, dict[str, Spec]]:
+def planned_shards(specs: Mapping[str, Spec], shard_bytes: int, stem: str = WEIGHTS) -> dict[str, dict[str, Spec]]:
     """Distribute tensors over files, under the names that diffusers looks for: at most `shard_bytes` of tensors in
     each, in their order; a larger tensor fills a file alone."""
     shards: list[dict[str, Spec]] = [{}]
@@ -338,8 +338,8 @@ def planned_shards(specs: Mapping[str, Spec], shard_bytes: int) -> dict[str, dic
         held_bytes += spec.nbytes
     count = len(shards)
     if count == 1:
-        return {f"{WEIGHTS}.safetensors": shards[0]}
-    return {f"{WEIGHTS}-{i:05d}-of-{count:05d}.safetensors": shard for i, shard in enumerate(shards, start=1)}
+        return {f"{stem}.safetensors": shards[0]}
+    return {f"{stem}-{i:05d}-of-{count:05d}.safetensors": shard for i, shard in enumerate(shards, start=1)}
 
 
 def _check_expected(name: str, tensor: Tensor, missing: Mapping[str, Spec]) -> None:

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,11 @@ def share_unchanged(base: Path, out: Path, *, changed: Collection[str]) -> None:
     for name in present:
         if name not in changed:
             files.extend(_files_below(base / name))
+    share_files(base, out, files)
+
+
+def share_files(base: Path, out: Path, files: Iterable[Path]) -> None:
+    """Give `out` these files below `base`, hard-linked or copied as `share_unchanged` says."""
     copied, copied_bytes = 0, 0
     for file in files:
         source, target = file.resolve(strict=True), out / file.relative_to(base)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from wfm_ds.checkpoint.cuts import CutStates, file_name, key, layout_to_json
 from wfm_ds.checkpoint.export import adapter_settings
-from wfm_ds.checkpoint.target import ExportTarget
+from wfm_ds.checkpoint.target import ExportNote
 from wfm_ds.engine.engine import DenoiserEngine
 from wfm_ds.recipe import file as recipe_file
 
@@ -55,7 +55,7 @@ class RankState:
         return files
 
 
-def capture(engine: DenoiserEngine, loop: Mapping[str, Any], target: ExportTarget, dtype: torch.dtype) -> RankState:
+def capture(engine: DenoiserEngine, loop: Mapping[str, Any], target: ExportNote, dtype: torch.dtype) -> RankState:
     """Copy this rank's state to the host. `loop`: JSON; target and dtype: of the run's exports, so that `convert` needs
     nothing else."""
     tensors = {

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import diffusers
 import torch
@@ -24,6 +24,16 @@ if TYPE_CHECKING:
     from wfm_ds.models.base import DiffusionModel
 
 WEIGHTS = "diffusion_pytorch_model"  # the stem that diffusers looks for
+
+
+class ExportNote(Protocol):
+    """The note of a checkpoint about the exports that can be made of it."""
+
+    @property
+    def base(self) -> Path:
+        """The folder of the model that was trained."""
+
+    def to_json(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +56,12 @@ class ExportTarget:
 
     @classmethod
     def of_json(cls, note: Mapping[str, Any]) -> ExportTarget:
-        """Read what `to_json` gave."""
+        """Read what `to_json` gave. Raises ModelError for the checkpoint of a language model, which has no pipeline."""
+        if "parts" not in note:
+            raise ModelError(
+                f"a checkpoint of the language model {note['base']} is not converted here: continue its run, which "
+                "exports at its end"
+            )
         return cls(Path(note["base"]), tuple(note["parts"]), note["call"])
 
     def to_json(self) -> dict[str, Any]:

@@ -26,6 +26,8 @@ COMMANDS = {
     "doctor": ("wfm_ds.doctor.command", "check this machine, and what a recipe needs of it"),
     "migrate": ("wfm_ds.migrate.command", "translate a configuration of Cosmos-RL into a recipe"),
     "quickstart": ("wfm_ds.quickstart", "train digits from nothing, improve them by RL, show the result"),
+    "data": ("wfm_ds.data.__main__", "show how a folder of images or videos and captions is read"),
+    "data captions": ("wfm_ds.data.captions", "write captions for the images and videos of a folder"),
     "data digits": ("wfm_ds.data.digits", "write the quickstart's digits as a data folder"),
 }
 """What stands behind `wfm`, in the order of its help: the module, and what it does."""
@@ -66,10 +68,8 @@ def named_by(words: Sequence[str]) -> str:
     for count in (2, 1):
         if (name := " ".join(words[:count])) in COMMANDS:
             return name
-    below = [name for name in COMMANDS if name.startswith(f"{words[0]} ")]
-    meant = below or difflib.get_close_matches(words[0], COMMANDS, n=2)
-    said = " ".join(words[:2]) if below else words[0]
+    meant = difflib.get_close_matches(words[0], COMMANDS, n=2)
     raise UserError(
-        f"wfm {said}: there is no such command; "
+        f"wfm {words[0]}: there is no such command; "
         + (f"did you mean wfm {' or wfm '.join(meant)}?" if meant else f"they are {', '.join(COMMANDS)}")
     )

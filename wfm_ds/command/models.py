@@ -18,7 +18,9 @@ def parser() -> Parser:
         description="List the model families and their pipelines, or tell what a pipeline folder is.",
         epilog="Example: %(prog)s tiny:sd3",
     )
-    p.add_argument("path", nargs="?", help="a diffusers pipeline folder, or tiny:FAMILY")
+    p.add_argument("path", nargs="?", help="a diffusers pipeline folder, owner/name of the hub, or tiny:FAMILY")
+    p.add_argument("--revision", help="branch, tag or commit of one of the hub (default main)")
+    p.add_argument("--download", action="store_true", help="fetch the weights of one of the hub, too")
     return p
 
 
@@ -26,7 +28,7 @@ def run(args: argparse.Namespace) -> None:
     from wfm_ds.distributed.logs import quieten_libraries
 
     quieten_libraries()
-    sys.stdout.write(all_families() if args.path is None else facts(args.path))
+    sys.stdout.write(all_families() if args.path is None else facts(args.path, args.revision, weights=args.download))
 
 
 def all_families() -> str:
@@ -38,12 +40,13 @@ def all_families() -> str:
     return "\n".join([*lines, "", f"random ones to try: {', '.join(f'tiny:{name}' for name in tiny.FAMILIES)}"]) + "\n"
 
 
-def facts(path: str) -> str:
-    """Tell what a folder holds. Raises ModelError if it is no pipeline, or of no known family."""
+def facts(path: str, revision: str | None = None, *, weights: bool = False) -> str:
+    """Tell what a folder holds, or a repository of the hub, of which `weights` fetches these too. Raises ModelError if
+    it is no pipeline, or of no known family."""
     from wfm_ds.models import registry
     from wfm_ds.models.loading import read_json
 
-    folder = registry.resolve(path)
+    folder = registry.resolve(path, None, revision, weights=weights)
     family = registry.family_of(folder)
     index: dict[str, Any] = read_json(folder / "model_index.json")
     rows = {

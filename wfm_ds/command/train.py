@@ -8,6 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from wfm_ds import __version__
 from wfm_ds.errors import UserError
 from wfm_ds.program import Parser
 
@@ -52,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         sys.stdout.write(f"{shlex.join(['deepspeed', *line])}\n")
         return 0
+    sys.stderr.write(f"wfm_ds {__version__}: starting {args.recipe}\n")
     return launch.run(line)
 
 

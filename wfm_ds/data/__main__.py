@@ -1,4 +1,4 @@
-"""`python -m wfm_ds.data DIR`: how a folder of captioned media is read, what it holds, and three captions."""
+"""`wfm data DIR` (`python -m wfm_ds.data DIR`): how a folder of media is read, what it holds, and three captions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from wfm_ds.data.folder import folder_set
-from wfm_ds.data.layout import recognise
-from wfm_ds.data.samples import IMAGE_SUFFIXES, REASONS, SampleSet
-from wfm_ds.program import program
-from wfm_ds.recipe.data import DataRecipe
+from wfm_ds.program import Parser, program
+
+if TYPE_CHECKING:
+    from wfm_ds.data.samples import SampleSet
 
 NUM_CAPTIONS = 3
 READINGS = {
@@ -25,9 +25,11 @@ READINGS = {
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="wfm_ds.data", description="Show how data.kind: folder reads a folder, and three captions of it."
+def parser() -> Parser:
+    p = Parser(
+        prog="wfm data",
+        description="Show how data.kind: folder reads a folder, and three captions of it.",
+        epilog="Example: %(prog)s my_pictures",
     )
     p.add_argument("folder", type=Path, help="a folder with images or videos and their captions (docs/data.md)")
     p.add_argument("--prompt", help="data.prompt: the caption of media that have none")
@@ -40,6 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> None:
+    from wfm_ds.data.folder import folder_set
+    from wfm_ds.data.layout import recognise
+    from wfm_ds.recipe.data import DataRecipe
+
     layout = recognise(args.folder)
     recipe = DataRecipe(kind="folder", path=str(args.folder), prompt=args.prompt, caption_column=args.caption_column)
     found = folder_set(recipe, args.folder, layout)
@@ -49,6 +55,8 @@ def run(args: argparse.Namespace) -> None:
 
 def described(found: SampleSet) -> list[str]:
     """Return what a data set holds, in lines."""
+    from wfm_ds.data.samples import IMAGE_SUFFIXES, REASONS
+
     kinds = Counter("images" if s.media.suffix in IMAGE_SUFFIXES else "videos" for s in found.samples)
     lines = [f"samples    {', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))}"]
     lines += [f"note       {note}" for note in found.notes]

@@ -1,4 +1,4 @@
-"""`python -m wfm_ds.data.captions DIR`: writes a caption beside each image and video, which makes DIR a paired folder.
+"""`wfm data captions DIR` (`python -m wfm_ds.data.captions DIR`): writes a caption for each image and video.
 
 --prompt "..." gives all of them one caption, --from FILE.csv or FILE.jsonl each its own: columns or keys `file` (a path
 below DIR) and `prompt`; all others become metadata. --layout says where captions go: NAME.json or NAME.txt beside the
@@ -19,7 +19,7 @@ from wfm_ds.data.paired import walk
 from wfm_ds.data.samples import MEDIA_SUFFIXES, is_encodable
 from wfm_ds.data.table import table_rows
 from wfm_ds.errors import DataError
-from wfm_ds.program import program
+from wfm_ds.program import Parser, program
 from wfm_ds.storage import atomic
 
 NUM_SHOWN = 10
@@ -107,9 +107,11 @@ def content_of(path: Path, caption: Caption) -> str:
     return " ".join(line.strip() for line in str(caption["prompt"]).splitlines() if line.strip()) + "\n"
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="wfm_ds.data.captions", description="Write a caption for each image and video of a folder."
+def parser() -> Parser:
+    p = Parser(
+        prog="wfm data captions",
+        description="Write a caption for each image and video of a folder.",
+        epilog='Example: %(prog)s my_pictures --prompt "a robot" --layout txt',
     )
     p.add_argument("folder", type=Path, help="a folder with images and videos, at any depth")
     source = p.add_mutually_exclusive_group(required=True)

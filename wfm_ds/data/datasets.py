@@ -22,6 +22,7 @@ from wfm_ds.data.pairs import pair_set
 from wfm_ds.data.pixels import BadMedia, Framing, centre
 from wfm_ds.data.prompts import load_prompt_file, load_prompts
 from wfm_ds.data.samples import NUM_SHOWN, REASONS, Media, Sample, SampleSet
+from wfm_ds.data.sets import SeveralSets
 from wfm_ds.data.webdataset import TarShards
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError, RecipeError
@@ -76,7 +77,7 @@ def load_data(recipe: Recipe) -> TrainingData:
         prompts = load_prompts(data.folder, data.name, data.split)
     elif recipe.is_rl:
         found = scanned(data, data.shards, pairs=False)
-        samples, bad = found.samples, found.bad
+        samples, bad = found.drawn(found.samples), found.bad
         prompts = [sample.prompt for sample in samples]
     else:
         found = scanned(data, data.shards, pairs=recipe.algorithm.takes_pairs)
@@ -91,11 +92,11 @@ def divided(found: SampleSet, recipe: Recipe) -> tuple[list[Sample], list[Sample
     """Return the samples that SFT trains on, and those that it holds out."""
     data, validation = recipe.data, recipe.validation
     if validation.path is not None:
-        return found.samples, scanned(data, [validation.path], pairs=recipe.algorithm.takes_pairs).samples
+        return found.drawn(found.samples), scanned(data, [validation.path], pairs=recipe.algorithm.takes_pairs).samples
     samples, held_out = found.split(validation.holdout)
     if not samples:
         raise DataError(f"{data.path}: validation.holdout {validation.holdout} leaves nothing to train on: lower it")
-    return samples, held_out
+    return found.drawn(samples), held_out
 
 
 def scanned(data: DataRecipe, paths: Sequence[str], *, pairs: bool) -> SampleSet:
@@ -122,6 +123,12 @@ def sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
         return own_sample_set(data, paths)
     if data.kind == "pairs":
         return pair_set(paths, cache_dir=data.cache_dir, max_bad_fraction=data.max_bad_fraction)
+    if data.kind == "sets":
+        if list(paths) != data.shards:  # validation.path: one folder
+            return folder_set(data, Path(paths[0]))
+        return SeveralSets(
+            {name: (sample_set(one, one.shards), weight) for name, (one, weight) in data.parts().items()}
+        )
     if data.kind == "hf":
         return hf_set(data, paths[0])
     if data.kind == "webdataset":

@@ -19,7 +19,7 @@ from wfm_ds.data.webdataset import TarShards
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import DataRecipe
 
-COMMAND = "python -m wfm_ds.data.captions"
+COMMAND = "wfm data captions"
 NUM_NAMED = 3
 NOT_READ = frozenset({".heic", ".heif", ".avif", ".gif", ".bmp", ".tiff", ".tif"})
 KOHYA = re.compile(r"(\d+)_.+")

@@ -60,9 +60,15 @@ def listed(folder: Path) -> list[str]:
 def missing(folder: Path) -> str:
     """Return the sentence for a folder that does not exist, with the nearest thing that could be meant."""
     shown = shortened(folder)
-    if folder.name == "digits":
-        return f"{shown} is not there: python -m wfm_ds.data.digits {shown} makes it"
+    if (made := maker_of(folder)) is not None:
+        return f"{shown} is not there: {made} makes it"
     return f"{shown} is no folder here; for a data set of the Hugging Face hub set data.kind: hf {PAGE}"
+
+
+def maker_of(folder: Path) -> str | None:
+    """Return the command that makes the quickstart's digits where a missing folder is or lies in theirs; else None."""
+    root = next((place for place in (folder, folder.parent) if place.name == "digits"), None)
+    return None if root is None else f"wfm data digits {shortened(root)}"
 
 
 def cosmos_sign(folder: Path, names: list[str]) -> str | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from wfm_ds.data.caption_cache import CaptionCache, read_caption
+from wfm_ds.data.layout import maker_of
 from wfm_ds.data.samples import (
     MEDIA_SUFFIXES,
     LocalFile,
@@ -51,6 +52,8 @@ class PairedFolder(SampleSet):
         self._num_objects = self._num_texts = 0  # JSON files, and media whose caption is a text file's
         self.lone_texts: list[str] = []  # text files without a medium of their name: notes and licences, or captions
         if not os.path.isdir(folder):  # not an error where we may not look
+            if not os.path.lexists(folder) and (made := maker_of(folder)) is not None:
+                raise DataError(f"{shortened(folder)} is not there: {made} makes it")
             raise DataError(
                 f"{shortened(folder)} is not a folder: name one with NAME.txt or NAME.json beside each NAME.png or "
                 "NAME.mp4"

@@ -138,6 +138,10 @@ class SampleSet:
                 f"{max_bad_fraction:g}; repair or remove the first: {'; '.join(shown)}"
             )
 
+    def drawn(self, training: Sequence[Sample]) -> list[Sample]:
+        """Return the samples of an epoch: those that are trained on, some of them perhaps several times."""
+        return list(training)
+
     def split(self, holdout: float) -> tuple[list[Sample], list[Sample]]:
         """Return (training, held-out) samples, both sorted by id; `holdout` is the expected share of the second, in [0,
         1).

@@ -12,6 +12,7 @@ import select
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -128,6 +129,11 @@ def _is_alive(process: psutil.Process | None) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def seconds_since_start() -> float:
+    """Seconds since this process was started, imports included."""
+    return time.time() - psutil.Process().create_time()
 
 
 def write_status(status: Literal["finished", "preempted"], step: int) -> None:

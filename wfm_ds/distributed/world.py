@@ -56,6 +56,13 @@ class World:
     replica: Replica | None = None  # None: each rank is one
 
     @classmethod
+    def alone(cls) -> World:
+        """A world of one on the host, for work that needs no ranks."""
+        import torch
+
+        return cls(0, 1, 0, torch.device("cpu"), None)
+
+    @classmethod
     def join(cls, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> World:
         """Join the launcher's ranks; without it, a world of one. Every rank calls it once, before it communicates."""
         import deepspeed

@@ -25,7 +25,7 @@ from wfm_ds.run.folder import find_start
 from wfm_ds.run.model import family_of
 from wfm_ds.run.stored import require_storage
 from wfm_ds.storage.filesystem import ACCESS_KEY, ENDPOINT, REGION, SECRET_KEY
-from wfm_ds.training import preflight
+from wfm_ds.training import language_build, preflight
 
 SERVICE_TIMEOUT_S = 15.0  # for a service that runs already; one that is to be started has the recipe's time
 STORAGE_ADVICE = (
@@ -39,6 +39,10 @@ def recipe_findings(recipe: Recipe, world_size: int) -> Iterator[Finding]:
     Writes and removes an object at checkpoint.storage, nothing else."""
     yield from (Finding("recipe", "warning", doubt) for doubt in recipe.algorithm.doubts())
     yield attempt("batch", lambda: batch(recipe, world_size))
+    if recipe.algorithm.trains_language:
+        yield attempt("model and data", lambda: language_build.summary(recipe))
+        yield from places(recipe, world_size)
+        return
     yield attempt("model", lambda: f"{family_of(recipe).__name__}")
     data = attempt("data", lambda: data_text(recipe))
     yield data
@@ -48,9 +52,7 @@ def recipe_findings(recipe: Recipe, world_size: int) -> Iterator[Finding]:
         )
     if recipe.reward is not None and data.level == "ok":
         yield attempt("rewards", lambda: reward_text(recipe))
-    yield attempt("output", lambda: preflight.beginning(find_start(recipe, world_size)))
-    if recipe.checkpoint.storage is not None:
-        yield attempt("storage", lambda: storage_text(recipe), STORAGE_ADVICE)
+    yield from places(recipe, world_size)
     try:
         sizes = estimated(recipe, world_size)
     except UserError as error:
@@ -58,6 +60,13 @@ def recipe_findings(recipe: Recipe, world_size: int) -> Iterator[Finding]:
     else:
         yield memory_finding(recipe, sizes)
         yield space_finding(recipe, sizes)
+
+
+def places(recipe: Recipe, world_size: int) -> Iterator[Finding]:
+    """Yield findings about the folder and the storage that the run would write to."""
+    yield attempt("output", lambda: preflight.beginning(find_start(recipe, world_size)))
+    if recipe.checkpoint.storage is not None:
+        yield attempt("storage", lambda: storage_text(recipe), STORAGE_ADVICE)
 
 
 def batch(recipe: Recipe, world_size: int) -> str:

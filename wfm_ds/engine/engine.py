@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -114,15 +115,18 @@ class DenoiserEngine:
         accumulation: int,
         total_updates: int,
         block_classes: Sequence[type[nn.Module]] = (),
+        frozen: AbstractSet[str] = frozenset(),
+        counts_work: bool = True,
     ) -> DenoiserEngine:
         """Collective. Prepare the denoiser for training (preparation.py), then DeepSpeed and copies.
 
         denoiser: a diffusers model with equal weights on all ranks; it is changed in place. lora_targets: suffixes of
         layers, unless the recipe names its own. policies: those wanted of old, ref, ema. accumulation: backward passes
         per optimizer step. total_updates: optimizer steps of the run, where the schedule ends. block_classes: the
-        repeated blocks, for engine.compile. Raises RecipeError for a DeepSpeed JSON or LoRA targets that cannot work,
-        UserError for a denoiser whose tokens the ranks of a replica cannot share, or that an attention kernel cannot
-        serve.
+        repeated blocks, for engine.compile. frozen: names of parameters that full training leaves as they are.
+        counts_work: note the FLOPs of forwards, whose arguments must have a row for each sample. Raises RecipeError for
+        a DeepSpeed JSON or LoRA targets that cannot work, UserError for a denoiser whose tokens the ranks of a replica
+        cannot share, or that an attention kernel cannot serve.
         """
         unknown = policies - {"old", "ref", "ema"}
         if unknown:
@@ -136,9 +140,11 @@ class DenoiserEngine:
         )
         dtype = DTYPES[recipe.model.dtype]
         targets = (recipe.lora and recipe.lora.target_modules) or list(lora_targets)
-        work = WorkCounter.of(denoiser, recipe, targets) if world.is_main else None  # while the denoiser is whole
+        work = WorkCounter.of(denoiser, recipe, targets) if world.is_main and counts_work else None  # while it is whole
         names = sorted(policy_copies(policies, lora=True))
-        adapters = prepare(denoiser, recipe, world, config, targets=targets, names=names, block_classes=block_classes)
+        adapters = prepare(
+            denoiser, recipe, world, config, targets=targets, names=names, block_classes=block_classes, frozen=frozen
+        )
         optimizer = build_optimizer(denoiser, recipe.optimizer, world.device)
         ds = deepspeed.initialize(model=denoiser, optimizer=optimizer, config=config, dist_init_required=False)[0]
         if ds.zero_optimization_stage() == 1 and dtype != torch.float32:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -34,13 +35,14 @@ def prepare(
     targets: Sequence[str],
     names: Sequence[str],
     block_classes: Sequence[type[nn.Module]],
+    frozen: AbstractSet[str] = frozenset(),
 ) -> Adapters | None:
     """Collective. Change a denoiser in place: a base in fewer bits, weights to their place, adapters or full training,
     checkpointing, sequence parallelism, attention kernel and compiled blocks, in this order: each finds what came
     before.
 
-    config: what deepspeed.initialize will get. names: of the adapters beside `default`. Returns the adapters, None in
-    full training. Raises as `DenoiserEngine.build`.
+    config: what deepspeed.initialize will get. names: of the adapters beside `default`. frozen: parameters that
+    full training leaves as they are. Returns the adapters, None in full training. Raises as `DenoiserEngine.build`.
     """
     module: Any = denoiser
     dtype = DTYPES[recipe.model.dtype]
@@ -48,7 +50,8 @@ def prepare(
     place(denoiser, config, dtype, world.device)
     adapters: Adapters | None = None
     if recipe.lora is None:
-        denoiser.requires_grad_(True)
+        for name, parameter in denoiser.named_parameters():
+            parameter.requires_grad_(name not in frozen)
         if recipe.model.fp8_training is not None:
             train_in_float8(denoiser, block_classes, dtype, world.device)
     else:

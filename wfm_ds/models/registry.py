@@ -122,7 +122,7 @@ def cached_tiny(family: str) -> Path:
     """The tiny pipeline's folder below $WFM_CACHE (unset: ~/.cache/wfm_ds). Several processes may make it at once."""
     root = Path(os.environ.get("WFM_CACHE") or "~/.cache/wfm_ds").expanduser() / "tiny" / tiny_key()
     folder = root / family
-    if family in tiny.FAMILIES and folder.is_dir():
+    if family in (*tiny.FAMILIES, *tiny.LANGUAGE_FAMILIES) and folder.is_dir():
         return folder
     try:
         root.mkdir(parents=True, exist_ok=True)

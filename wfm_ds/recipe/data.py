@@ -11,19 +11,69 @@ from wfm_ds.recipe.section import Decay, Fraction, Section, UserAddress, UserCla
 from wfm_ds.user_class import is_user_class
 
 
-class DataRecipe(Section):
-    """Training data: media with captions (SFT, ddrl), pairs of them (DPO), or prompts (RL)."""
+class DataSetRecipe(Section):
+    """One of several data sets."""
 
-    kind: Literal["folder", "hf", "paired", "cosmos", "webdataset", "pairs", "prompts"] | UserClass
+    path: UserAddress
+    """As data.path of its kind; one that is relative is below data.path."""
+    weight: PositiveFloat = 1.0
+    """Its share of the draws, relative to the weights of the others."""
+    kind: Literal["folder", "hf", "paired", "cosmos", "webdataset"] = "folder"
+    """As data.kind."""
+    name: Annotated[str, Field(pattern=r"^[^/#\s]+$")] | None = None
+    """What its ids begin with. Unset: the last name in path."""
+    prompt: Annotated[str, Field(min_length=1)] | None = None
+    """As data.prompt."""
+    caption_column: str | None = None
+    """As data.caption_column."""
+    image_column: str | None = None
+    """As data.image_column."""
+    split: str = "train"
+    """hf: the split."""
+
+
+class PixelsRecipe(Section):
+    """Sizes of images for a vision-language model."""
+
+    min: PositiveInt = 3136
+    """Smaller images are enlarged to this many pixels."""
+    max: PositiveInt = 1003520
+    """Larger images, and frames of videos, are reduced to this many."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> PixelsRecipe:
+        if self.min > self.max:
+            raise ValueError(f"min {self.min} is above max {self.max}: raise max")
+        return self
+
+
+class VideoRecipe(Section):
+    """The frames of videos for a vision-language model."""
+
+    fps: PositiveFloat = 1.0
+    """Frames a second that are taken from a video."""
+    max_frames: Annotated[int, Field(ge=2)] = 768
+    """At most this many, further apart in longer videos."""
+    total_pixels: Literal["auto"] | PositiveInt = "auto"
+    """Pixels of all frames together. `auto`: as many as fill 0.9 of `max_tokens` if each were a token of its own."""
+
+
+class DataRecipe(Section):
+    """Training data: media with captions (SFT, ddrl), pairs of them (DPO), prompts (RL), or conversations (vlm_sft)."""
+
+    kind: Literal["folder", "hf", "paired", "cosmos", "webdataset", "sets", "pairs", "prompts", "llava"] | UserClass
     """SFT: `folder`, whichever of the layouts of docs/data.md a folder has; `paired`, NAME.txt, or NAME.json with
     `prompt`, beside NAME.png or NAME.mp4; `cosmos`, metas/NAME.txt and videos/NAME.mp4; `webdataset`, tar shards;
-    `hf`, a data set of the library datasets, by its id on the Hugging Face hub or on disk;
-    `package.module:Class`, captioned media that a class of your own finds (docs/data.md).
-    DPO: `pairs`, a .jsonl file with `prompt`, `chosen` and `rejected`, or tar shards. RL: `prompts`, a prompt set; ddrl
-    any but pairs."""
+    `hf`, a data set of the library datasets, by its id on the Hugging Face hub or on disk; `sets`, several of these
+    with weights; `package.module:Class`, captioned media that a class of your own finds (docs/data.md). DPO: `pairs`, a
+    .jsonl file with `prompt`, `chosen` and `rejected`, or tar shards. RL: `prompts`, a prompt set; ddrl any but pairs
+    or llava. vlm_sft: `llava`, conversations about images and videos (docs/reasoner.md)."""
     path: UserAddress | Annotated[list[UserAddress], Field(min_length=1)]
-    """The folder. hf: owner/name, or a folder. webdataset: a tar file, a glob or a range ({000..123}) of them, or a
-    list of these; local or s3://. pairs: the same, or a .jsonl file."""
+    """The folder; sets: the one that relative paths of its sets are below. hf: owner/name, or a folder. webdataset: a
+    tar file, a glob or a range ({000..123}) of them, or a list of these; local or s3://. pairs: the same, or a .jsonl
+    file. llava: the annotations, a .json or .jsonl file, a folder or a list of them."""
+    sets: Annotated[list[DataSetRecipe], Field(min_length=1)] | None = None
+    """sets: the data sets that are drawn from, each in the share of its weight (docs/data.md)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """A kind of your own: passed to its constructor. hf: passed to load_dataset, e.g. `name` and `revision`."""
     prompt: Annotated[str, Field(min_length=1)] | None = None
@@ -81,6 +131,22 @@ class DataRecipe(Section):
     """Keep the latents of all training media in cache_dir. Needs the same pixels in every epoch: clip and crop
     `centre`."""
 
+    media_path: UserAddress | None = None
+    """llava: the folder that the media of the annotations are relative to. Unset: they have absolute paths."""
+    system_prompt: str | None = None
+    """llava: the system turn of conversations that have none. Unset: what the model's chat template does then."""
+    max_tokens: Annotated[int, Field(ge=16)] = 4096
+    """llava: tokens of a row, and of the longest conversation."""
+    too_long: Literal["skip", "truncate_answer"] = "skip"
+    """llava: conversations of more than max_tokens: left out and counted, or cut at their end, where the last answer
+    is. Images and videos are never cut."""
+    pack: bool = True
+    """llava: fill rows with several conversations, which do not see each other."""
+    pixels: PixelsRecipe = PixelsRecipe()
+    """llava: sizes of images."""
+    video: VideoRecipe = VideoRecipe()
+    """llava: frames of videos."""
+
     @property
     def folder(self) -> Path:
         """The path of the kinds that read one folder."""
@@ -92,6 +158,20 @@ class DataRecipe(Section):
         """The patterns of webdataset."""
         return [self.path] if isinstance(self.path, str) else list(self.path)
 
+    def parts(self) -> dict[str, tuple[DataRecipe, float]]:
+        """Return the data sets of kind sets by name, each as a recipe of its own, with its weight. Raises ValueError
+        for two of one name, and for keys that do not fit a set's kind."""
+        found: dict[str, tuple[DataRecipe, float]] = {}
+        for one in self.sets or ():
+            name = one.name or one.path.rstrip("/").rpartition("/")[2]
+            if name in found:
+                raise ValueError(f"two sets are called {name}: give one of them another name")
+            path = one.path if "://" in one.path or one.kind == "hf" else str(self.folder / one.path)
+            keys = one.model_dump(include={"kind", "prompt", "caption_column", "image_column", "split"})
+            shared = self.model_dump(include={"max_bad_fraction", "cache_dir"})
+            found[name] = (DataRecipe(path=path, **keys, **shared), one.weight)
+        return found
+
     @property
     def is_own_kind(self) -> bool:
         """The kind is a class of the user's."""
@@ -101,15 +181,20 @@ class DataRecipe(Section):
     def _keys_fit_the_kind(self) -> DataRecipe:
         if self.options and not self.is_own_kind and self.kind != "hf":
             raise ValueError(f"options are for a kind of your own, package.module:Class, not {self.kind}: remove them")
+        if (self.kind == "sets") != (self.sets is not None):
+            raise ValueError("kind sets and the key sets belong together: name both, or neither")
+        self.parts()
         if self.kind != "folder":
             self.require_default("prompt", unless="kind: folder")
         if self.kind not in ("folder", "hf"):
             self.require_default("caption_column", "image_column", unless="kind: folder or hf")
-        many = self.kind in ("webdataset", "pairs") or self.is_own_kind
+        many = self.kind in ("webdataset", "pairs", "llava") or self.is_own_kind
         if not many and (not isinstance(self.path, str) or "://" in self.path):
             raise ValueError(
                 f"kind {self.kind} reads one folder of this machine: lists and URLs are for webdataset and pairs"
             )
+        if self.kind == "llava" and any("://" in path for path in (*self.shards, self.media_path or "")):
+            raise ValueError("kind llava reads annotations and media of this machine: copy them, and name the folders")
         if self.kind == "pairs" and (len(self.shards) > 1 or "://" in self.shards[0]):
             tables = [path for path in self.shards if path.lower().endswith(".jsonl")]
             if tables:

@@ -45,7 +45,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 def dump(recipe: Recipe) -> str:
     """YAML that `load` reads back as an equal recipe. Sections that are not used are left out."""
     values = recipe.model_dump(mode="json")
-    return to_yaml({name: value for name, value in values.items() if value is not None})
+    unread = recipe.unread_sections
+    return to_yaml({name: value for name, value in values.items() if value is not None and name not in unread})
 
 
 # ---- files

@@ -5,9 +5,12 @@ Reading files, overrides and error messages with line numbers are in recipe/file
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from pydantic import model_validator
 
-from wfm_ds.recipe.algorithms import Algorithm, RlSections, RlSettings, SupervisedSettings
+from wfm_ds.recipe.algorithms import Algorithm, RlSections, RlSettings, SupervisedSettings, VlmSftAlgorithm
 from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.recipe.section import Section
@@ -30,6 +33,8 @@ from wfm_ds.recipe.sections import (
 OF_ROLLOUTS = ("solver", "noise_level", "window", "explore", "same_noise")
 OF_PROMPT_SETS = ("name", "split", "choose")
 OF_MEDIA = ("fps", "allow_repeats", "clip", "crop", "buckets", "max_upscale", "cache_latents")
+OF_CONVERSATIONS = ("media_path", "system_prompt", "max_tokens", "too_long", "pack", "pixels", "video")
+OF_SAMPLES = ("prompts", "num_prompts", "seeds", "rollout_correlation")  # of validation
 OF_ASYNC = (
     "max_staleness",
     "base_precision",
@@ -43,6 +48,11 @@ OF_ASYNC = (
     "timeout_s",
 )
 OF_HELD_OUT_MEDIA = ("path", "holdout", "num_images")
+
+
+# The names under which a recipe has no section `sampling`, and what stands there instead: nothing reads it.
+LANGUAGE_ALGORITHMS = frozenset({"vlm_sft"})
+UNREAD_SAMPLING = SamplingRecipe(height=1, width=1)
 
 
 class Recipe(Section):
@@ -83,6 +93,14 @@ class Recipe(Section):
         return self.algorithm
 
     @property
+    def language(self) -> VlmSftAlgorithm:
+        """The settings of an algorithm that trains a language model. Raises TypeError for another recipe, which is our
+        own bug."""
+        if not isinstance(self.algorithm, VlmSftAlgorithm):
+            raise TypeError(f"algorithm {self.algorithm.name} trains no language model: ask trains_language first")
+        return self.algorithm
+
+    @property
     def is_async(self) -> bool:
         return self.rollout is not None and self.rollout.mode == "async"
 
@@ -110,6 +128,23 @@ class Recipe(Section):
             return {}
         exact = not self.is_rl or self.rl.algorithm.compares_log_probs
         return dict.fromkeys(["validation"] if exact else ["validation", "rollout"], self.engine.max_forward_batch)
+
+    @property
+    def unread_sections(self) -> frozenset[str]:
+        """Sections that this recipe has no use for and that its file must not have."""
+        return frozenset({"sampling"} if self.algorithm.trains_language else ())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_sampling(cls, values: Any) -> Any:
+        """Fill in the section that nothing reads where a language model is trained. ValueError if it is there."""
+        algorithm = values.get("algorithm") if isinstance(values, dict) else None
+        name = algorithm.get("name") if isinstance(algorithm, dict) else getattr(algorithm, "name", None)
+        if name not in LANGUAGE_ALGORITHMS:
+            return values
+        if "sampling" in values:
+            raise ValueError(f"{name} does not read the section sampling: remove it")
+        return {**values, "sampling": UNREAD_SAMPLING}
 
     @model_validator(mode="after")
     def _sections_fit(self) -> Recipe:
@@ -154,6 +189,7 @@ class Recipe(Section):
                 "captioned media: data.kind folder, paired, cosmos or webdataset",
             ),
             "pairs": (algorithm.takes_pairs, "data.kind: pairs"),
+            "llava": (algorithm.takes_conversations, "data.kind: llava"),
         }
         fits = [data.kind] if data.kind in kinds else ["captioned media", *(["pairs"] if data.is_own_kind else [])]
         if not any(kinds[kind][0] for kind in fits):
@@ -269,16 +305,26 @@ class Recipe(Section):
 def unread_keys(recipe: Recipe) -> list[str]:
     """Keys that this recipe does not read and that have another value than their default, as `section.key`: a resolved
     recipe names all keys."""
-    data: tuple[str, ...] = (*OF_MEDIA, "caption_dropout") if recipe.data.kind == "prompts" else OF_PROMPT_SETS
+    data: tuple[str, ...] = (
+        (*OF_MEDIA, "caption_dropout") if recipe.data.kind in ("prompts", "llava") else OF_PROMPT_SETS
+    )
     if recipe.data.kind in ("hf", "folder"):
         data = tuple(key for key in data if key != "split")
+    data = (*data, *OF_PROMPT_SETS, "cache_dir") if recipe.data.kind == "llava" else (*data, *OF_CONVERSATIONS)
     unread = [("data", key) for key in data]
+    if recipe.algorithm.trains_language:
+        return unread_of(recipe, [*unread, *(("validation", key) for key in OF_SAMPLES), ("logging", "sample_every")])
     if recipe.is_rl:
         unread += [("validation", key) for key in OF_HELD_OUT_MEDIA]
         unread += [("data", "caption_dropout")] if "caption_dropout" not in data else []
     else:
         unread += [*(("sampling", key) for key in OF_ROLLOUTS), ("validation", "rollout_correlation")]
-    return [f"{section}.{key}" for section, key in unread if getattr(recipe, section).changed(key)]
+    return unread_of(recipe, unread)
+
+
+def unread_of(recipe: Recipe, keys: Sequence[tuple[str, str]]) -> list[str]:
+    """List those of these keys that are set."""
+    return [f"{section}.{key}" for section, key in keys if getattr(recipe, section).changed(key)]
 
 
 def unread_async_keys(recipe: Recipe) -> list[str]:

@@ -45,12 +45,27 @@ def advice_for(recipe: Recipe, phase: str, num_ranks: int) -> list[str]:
     """The keys that lower the memory of a run that ran out of it in this phase of the stopwatch ("" for none), with
     `num_ranks` on a machine: what costs least first, without those that are at their end."""
     told: list[str] = []
+    if recipe.algorithm.trains_language:
+        return language_keys(recipe)
     for part in PARTS:
         told += [key for key in keys_of(part, PHASES.get(phase, phase), recipe) if key not in told]
     at_end = [f"engine.deepspeed: {recipe.engine.deepspeed}"]
     if recipe.engine.sequence_parallel == num_ranks:
         at_end += [f"engine.sequence_parallel above {recipe.engine.sequence_parallel}"]
     return [key for key in told if key not in at_end]
+
+
+def language_keys(recipe: Recipe) -> list[str]:
+    """Name what lowers the memory of a language model, the cheapest first."""
+    engine, model = recipe.engine, recipe.model
+    return [
+        *(["model.dtype: bfloat16"] if model.dtype == "float32" else []),
+        *(["engine.deepspeed: zero3"] if engine.deepspeed != "zero3" else []),
+        *([] if model.gradient_checkpointing else ["model.gradient_checkpointing: true"]),
+        *(["engine.micro_batch_size: 1"] if engine.micro_batch_size > 1 else []),
+        f"data.max_tokens below {recipe.data.max_tokens}",
+        *(["a section lora"] if recipe.lora is None else []),
+    ]
 
 
 def keys_of(part: str, phase: str, recipe: Recipe) -> list[str]:

@@ -24,7 +24,7 @@ def at_commit(recipe: Recipe, *, overwrite: bool = False) -> Recipe:
     Raises ModelError where the hub cannot say, and what reading the run's recipe raises.
     """
     path, revision = recipe.model.path, recipe.model.revision
-    if not hub.is_id(path) or hub.is_commit(revision):
+    if recipe.algorithm.trains_language or not hub.is_id(path) or hub.is_commit(revision):
         return recipe
     commit = None if overwrite else began_with(recipe)
     if commit is None:
@@ -66,6 +66,8 @@ def fetch(recipe: Recipe, world: World) -> None:
     """Bring the model of the hub to the cache of each machine, where one process fetches while the others wait as long
     as it takes; collective. A ModelError anywhere is raised on all ranks."""
     model = recipe.model
+    if recipe.algorithm.trains_language:  # of a folder on this machine
+        return
     if not world.broadcast(hub.is_id(model.path)):  # as rank 0 sees it: a folder here may be missing elsewhere
         return
     log.info("model %s @ %s", model.path, str(model.revision)[:7])

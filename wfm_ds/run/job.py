@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from torch import Tensor
 
+from wfm_ds.checkpoint.export import export, loading_lines
+from wfm_ds.checkpoint.target import ExportNote, ExportTarget
 from wfm_ds.distributed.lifecycle import StopFlag
 from wfm_ds.distributed.world import World
 from wfm_ds.engine.engine import DenoiserEngine
@@ -31,25 +36,69 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class Job:
-    """One run on one rank."""
+class CommonJob(ABC):
+    """One run on one rank, whatever it trains: what the frame of the loops needs."""
 
     recipe: Recipe
     derived: Derived
     world: World
     stop: StopFlag
-    model: DiffusionModel
     engine: DenoiserEngine
-    texts: TextCache
-    latents: LatentCache | None = None  # of training media, if they are kept
     monitor: Monitor
     mirror: Mirror | None = None  # rank 0's, if the run is copied to a storage
     timer: Stopwatch = field(init=False)
+
+    artifact: ClassVar[str] = "pipeline"  # the kind of what a full run exports, in result.json
+    num_experts: int = field(default=1, init=False)
+
+    def __post_init__(self) -> None:
+        self.timer = Stopwatch(self.world.device)
+
+    @property
+    def evaluation_policy(self) -> str:
+        """The weights that are validated, shown and exported."""
+        return "ema" if self.recipe.ema is not None else "train"
+
+    def should_stop(self) -> bool:
+        """Return whether any rank was asked to stop; collective, called once per step by all."""
+        return self.world.any(self.stop.is_set)
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """The dtype that exports have."""
+
+    @property
+    @abstractmethod
+    def export_note(self) -> ExportNote:
+        """The note that exports are made by, besides the engine's weights."""
+
+    @abstractmethod
+    def export(self, out: Path) -> Path:
+        """Write the evaluation weights as users load them; every rank calls. Returns the folder to load."""
+
+    @abstractmethod
+    def loading_lines(self, folder: Path) -> str:
+        """The lines of Python that load what `export` returned."""
+
+    def take_counts(self) -> Mapping[str, float]:
+        """Metrics that count the work since the last call."""
+        return {}
+
+
+@dataclass(kw_only=True)
+class Job(CommonJob):
+    """One run of a diffusion model on one rank."""
+
+    model: DiffusionModel
+    texts: TextCache
+    latents: LatentCache | None = None  # of training media, if they are kept
     forward: CountedForward = field(init=False)  # every forward of the denoiser, under the engine's active policy
     sampler: Sampler = field(init=False)
 
     def __post_init__(self) -> None:
-        self.timer = Stopwatch(self.world.device)
+        super().__post_init__()
+        self.num_experts = len(self.model.sigma_ranges)
         one_size = self.recipe.data.buckets is None  # else height and width are each replica's own
         self.forward = CountedForward(self.model.denoise, self.engine, one_size=one_size)
         self.sampler = Sampler(
@@ -66,10 +115,29 @@ class Job:
         return None if self.latents is None else self.latents.read
 
     @property
-    def evaluation_policy(self) -> str:
-        """The weights that are validated, shown and exported."""
-        return "ema" if self.recipe.ema is not None else "train"
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
 
-    def should_stop(self) -> bool:
-        """Return whether any rank was asked to stop; collective, called once per step by all."""
-        return self.world.any(self.stop.is_set)
+    @property
+    def export_note(self) -> ExportTarget:
+        return ExportTarget.of(self.model)
+
+    def export(self, out: Path) -> Path:
+        return export(
+            self.export_note,
+            self.engine,
+            out,
+            policy=self.evaluation_policy,
+            dtype=self.dtype,
+            is_main=self.world.is_main,
+        )
+
+    def loading_lines(self, folder: Path) -> str:
+        return loading_lines(self.model.path, folder, self.engine.lora)
+
+    def take_counts(self) -> Mapping[str, float]:
+        forward = self.forward
+        counts = {f"perf/forwards_{name}": float(count) for name, count in sorted(forward.counts.items())}
+        counts |= {f"perf/forwarded_{name}": float(count) for name, count in sorted(forward.num_samples.items())}
+        forward.clear()
+        return counts

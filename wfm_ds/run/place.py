@@ -57,6 +57,7 @@ def require_inputs_elsewhere(recipe: Recipe) -> None:
         ("model.path", model),
         ("engine.deepspeed", find_config(recipe.engine.deepspeed)),
         *(("data.path", path) for path in recipe.data.shards),
+        *(("data.sets", path) for one, _ in recipe.data.parts().values() for path in one.shards),
         ("data.cache_dir", recipe.data.cache_dir),
         ("validation.path", recipe.validation.path),
         ("validation.prompts", recipe.validation.prompts),

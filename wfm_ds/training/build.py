@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,9 @@ from wfm_ds.algorithms import RlAlgorithm, build_rl, build_supervised, engine_po
 from wfm_ds.data.datasets import TrainingData, batch_source, buckets_of, log_rejected, readable
 from wfm_ds.data.prompts import PromptOrder
 from wfm_ds.data.replica import chosen_once
+from wfm_ds.data.shared import read_on_main
 from wfm_ds.data.spread import SpreadTable
-from wfm_ds.distributed.lifecycle import StopFlag
+from wfm_ds.distributed.lifecycle import StopFlag, seconds_since_start
 from wfm_ds.distributed.world import World
 from wfm_ds.engine.engine import DenoiserEngine
 from wfm_ds.models.base import DiffusionModel
@@ -28,9 +29,11 @@ from wfm_ds.rollout.rewards import RewardClient, RewardService
 from wfm_ds.rollout.source import async_source
 from wfm_ds.run.folder import Start
 from wfm_ds.run.job import Job
+from wfm_ds.run.model import check_attention, load_model
 from wfm_ds.training.caches import latent_cache
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
+from wfm_ds.training.preflight import counted, preflight
 from wfm_ds.training.rl import RlLoop
 from wfm_ds.training.sft import SftLoop, ValidationLoss, clean_latents
 from wfm_ds.training.texts_ahead import texts_of
@@ -40,9 +43,11 @@ if TYPE_CHECKING:
     from wfm_ds.rollout.base import Source
     from wfm_ds.rollout.groups import GroupSource
     from wfm_ds.run.mirror import Mirror
-    from wfm_ds.training.loop import Loop
 
 log = logging.getLogger(__name__)
+
+Advised = Callable[[Callable[[], str | None]], contextlib.AbstractContextManager[None]]
+DiffusionLoop = RlLoop | SftLoop
 
 
 def freeze_base(model: DiffusionModel, recipe: Recipe) -> None:
@@ -112,6 +117,28 @@ def open_job(
     )
 
 
+def prepare(
+    recipe: Recipe, world: World, stop: StopFlag, advised: Advised
+) -> Callable[[Start, Mirror | None, ExitStack], DiffusionLoop]:
+    """Check the recipe, find the data and load the model, held to the recipe; before anything is written. Collective.
+    Returns `build_loop` but for its last arguments."""
+    log.info("reading data %s", recipe.data.path)
+    data = read_on_main(world, lambda: preflight(recipe, world.size))
+    log.info("%s", counted(recipe, data))
+
+    def loaded() -> DiffusionModel:
+        with advised(lambda: "start"):
+            return load_model(recipe, world.device)
+
+    log.info("loading model %s", recipe.model.path)
+    model: DiffusionModel = world.checked(loaded)
+    log.info("model loaded, %.0f s after the start", seconds_since_start())
+    world.checked(lambda: check_attention(recipe, model, world.device))
+    drawn = [prompt.text for prompt in (*data.prompts, *data.shown)]
+    world.checked(lambda: model.check_prompts(drawn[world.rank :: world.size]))
+    return functools.partial(build_loop, recipe, world, stop, model, data)
+
+
 def build_loop(
     recipe: Recipe,
     world: World,
@@ -121,7 +148,7 @@ def build_loop(
     start: Start,
     mirror: Mirror | None,
     resources: ExitStack,
-) -> Loop:
+) -> DiffusionLoop:
     """The recipe's loop with all that it uses, before its first step; `resources` ends what it started. Collective."""
     algorithm = rl_algorithm(recipe, model)
     endpoint = resources.enter_context(reward_endpoint(recipe, world))  # it loads while the engine is built

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 from wfm_ds.checkpoint import store
 from wfm_ds.checkpoint.state import capture, read_state
 from wfm_ds.checkpoint.store import Save
-from wfm_ds.checkpoint.target import ExportTarget
-from wfm_ds.run.job import Job
+from wfm_ds.run.job import CommonJob
 from wfm_ds.run.layout import CHECKPOINTS
 from wfm_ds.training.outcome import Agreed
 
@@ -36,7 +35,7 @@ class Resumable(Protocol):
 class Checkpoints:
     """Writes `checkpoints/step_<N>/` at the recipe's interval and when the run is stopped. Every rank calls all."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: CommonJob) -> None:
         self.job, self.settings = job, job.recipe.checkpoint
         self.root = job.recipe.run.output_dir / CHECKPOINTS
         self._saved_at: int | None = None  # the step of the last save that was begun
@@ -88,13 +87,13 @@ class Checkpoints:
         self.finish()
         job = self.job
         with job.timer("checkpoint"):
-            state = capture(job.engine, loop.state(), ExportTarget.of(job.model), job.model.dtype)
+            state = capture(job.engine, loop.state(), job.export_note, job.dtype)
             facts = {
                 "metrics_bytes": job.monitor.sync(),
                 "samples_per_step": job.derived.samples_per_step,
                 "accumulation": job.derived.accumulation,
                 "sequence_parallel": job.derived.sequence_parallel,
-                "num_experts": len(job.model.sigma_ranges),
+                "num_experts": job.num_experts,
             }
             self._saving = Save(
                 self.root,

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from wfm_ds.checkpoint.export import export, loading_lines
-from wfm_ds.checkpoint.target import ExportTarget
-from wfm_ds.run.job import Job
+from wfm_ds.run.job import CommonJob
 
 
 class Exporter:
     """Writes `safetensors/step_<N>/` at the recipe's interval and at the end. Every rank calls every method."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: CommonJob) -> None:
         self.job = job
         self._written: tuple[int, Path] | None = None
 
     @property
     def artifacts(self) -> dict[str, str]:
         """Return the artifacts of the run so far, by kind, for result.json."""
-        return {"lora" if self.job.engine.lora else "pipeline": str(self._written[1])} if self._written else {}
+        return {"lora" if self.job.engine.lora else self.job.artifact: str(self._written[1])} if self._written else {}
 
     def after_step(self, step: int) -> None:
         every = self.job.recipe.checkpoint.export_every
@@ -32,21 +30,13 @@ class Exporter:
             self._export(step)
         assert self._written is not None
         folder, job = self._written[1], self.job
-        job.monitor.last_message("load it with:\n" + loading_lines(job.model.path, folder, job.engine.lora))
+        job.monitor.last_message("load it with:\n" + job.loading_lines(folder))
 
     def _export(self, step: int) -> None:
         job = self.job
         with job.timer("export"):
-            folder = job.world.checked(
-                lambda: export(
-                    ExportTarget.of(job.model),
-                    job.engine,
-                    job.recipe.run.output_dir / "safetensors" / f"step_{step}",
-                    policy=job.evaluation_policy,
-                    dtype=job.model.dtype,
-                    is_main=job.world.is_main,
-                )
-            )
+            out = job.recipe.run.output_dir / "safetensors" / f"step_{step}"
+            folder = job.world.checked(lambda: job.export(out))
         self._written = (step, folder)
         if job.mirror is not None:
             job.mirror.wake()

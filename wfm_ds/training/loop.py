@@ -5,22 +5,39 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
+from wfm_ds.distributed.lifecycle import seconds_since_start
 from wfm_ds.errors import RunError
 from wfm_ds.monitoring.meter import Meter
-from wfm_ds.run.job import Job
+from wfm_ds.run.job import CommonJob
 from wfm_ds.run.result import Outcome
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
 from wfm_ds.training.outcome import FiniteSteps, StepReport, finish_step
-from wfm_ds.training.validation import Validator
+
+
+class Evaluation(Protocol):
+    """The evaluations of a loop at their times (validation.py). Every rank calls every method at the same step."""
+
+    def at_start(self, step: int) -> None: ...
+
+    def after_step(self, step: int) -> None: ...
+
+    def at_end(self, step: int) -> dict[str, float]: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Loop(ABC):
     """Trains `job.engine`, step by step. Every rank calls every method at the same place."""
 
-    def __init__(self, job: Job, validator: Validator, exporter: Exporter, checkpoints: Checkpoints) -> None:
+    job: CommonJob
+    validator: Evaluation
+
+    def __init__(self, job: CommonJob, validator: Evaluation, exporter: Exporter, checkpoints: Checkpoints) -> None:
         self.job, self.validator, self.exporter, self.checkpoints = job, validator, exporter, checkpoints
         self.meter, self.finite = Meter(), FiniteSteps()
         self.step = 0  # the last one done, or under way
@@ -49,12 +66,15 @@ class Loop(ABC):
         """Train to the recipe's last step, or until a rank is asked to stop; then save and say `preempted`."""
         job = self.job
         self.begin()
-        stop = job.should_stop()
+        stop, is_first = job.should_stop(), True
         while self.step < job.recipe.run.steps:
             if stop or not self.wait(self.step + 1):
                 self.checkpoints.at_stop(self)
                 return Outcome("preempted", self.step, self.metrics)
             stop = self.advance()
+            if is_first:
+                job.monitor.message(f"the first step was done {seconds_since_start():.0f} s after the start")
+            is_first = False
         return Outcome("finished", self.step, self.metrics)
 
     def advance(self) -> bool:

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from wfm_ds.errors import RunError
-from wfm_ds.training.speed import speed_metrics, speed_note
+from wfm_ds.training.speed import TOKENS, speed_metrics, speed_note
 
 if TYPE_CHECKING:
     from wfm_ds.engine.engine import StepResult
-    from wfm_ds.run.job import Job
+    from wfm_ds.run.job import CommonJob
 
 log = logging.getLogger(__name__)
 
 MAX_NONFINITE_STEPS = 3
+HEADLINES = ("reward/total/mean", "sft/loss", "dpo/loss", "loss/total", "vlm/loss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class StepReport:
     step: Mapping[str, float]  # metrics of the step as a whole
     updates: Sequence[Mapping[str, float]]  # metrics of each of its optimizer steps
     samples: int  # that it trained on
+    tokens: int | None = None  # of a language model
 
     @property
     def lines(self) -> list[Mapping[str, float]]:
@@ -66,7 +68,7 @@ class FiniteSteps:
             )
 
 
-def engine_metrics(job: Job, result: StepResult) -> dict[str, float]:
+def engine_metrics(job: CommonJob, result: StepResult) -> dict[str, float]:
     return {
         "optim/grad_norm": result.grad_norm,
         "optim/clipped": float(result.clipped),
@@ -75,7 +77,7 @@ def engine_metrics(job: Job, result: StepResult) -> dict[str, float]:
     }
 
 
-def finish_step(job: Job, step: int, report: StepReport, *, writing: bool) -> Agreed:
+def finish_step(job: CommonJob, step: int, report: StepReport, *, writing: bool) -> Agreed:
     """Write the metrics of a step's optimizer steps, one line each; collective, in one exchange.
 
     The first line also has the times, counts and speed of the whole step. writing: this rank's share of a checkpoint is
@@ -85,19 +87,19 @@ def finish_step(job: Job, step: int, report: StepReport, *, writing: bool) -> Ag
     work = job.engine.take_work()  # within the step's time: it takes seconds at first
     times, agreed = agree(job, job.timer.lap(), writing=writing)
     speed = speed_metrics(job, work, report.samples, times["time/step"])
-    counts = {f"perf/forwards_{name}": float(count) for name, count in sorted(job.forward.counts.items())}
-    counts |= {f"perf/forwarded_{name}": float(count) for name, count in sorted(job.forward.num_samples.items())}
-    job.forward.clear()
+    if report.tokens is not None:
+        speed |= {TOKENS: report.tokens / times["time/step"]}
+    counts = job.take_counts()
     first_update = (step - 1) * job.derived.updates_per_step + 1
     for update, metrics in enumerate([{**first, **times, **counts, **speed}, *others], first_update):
         job.monitor.scalars(update, metrics)
-    headline = next((m for m in ("reward/total/mean", "sft/loss", "dpo/loss", "loss/total") if m in first), None)
+    headline = next((m for m in HEADLINES if m in first), None)
     notes = [f"{headline} {first[headline]:.4f}"] if headline else []
     job.monitor.progress(step, samples=report.samples, note=", ".join([*notes, speed_note({**times, **speed})]))
     return agreed
 
 
-def agree(job: Job, measured: Mapping[str, float], *, writing: bool) -> tuple[dict[str, float], Agreed]:
+def agree(job: CommonJob, measured: Mapping[str, float], *, writing: bool) -> tuple[dict[str, float], Agreed]:
     """Return the times of the slowest rank, the memory of the largest, and what all ranks must agree on; collective."""
     flags = {"save": job.stop.take_save(), "stop": job.stop.is_set, "writing": writing}
     largest = job.world.maxima({**measured, **flags})

@@ -150,6 +150,13 @@ def report(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> str:
     return "\n".join(lines)
 
 
+def counted(recipe: Recipe, data: TrainingData) -> str:
+    """Say how much there is to train on."""
+    if recipe.is_rl:
+        return f"{len(data.prompts)} prompts"
+    return f"{len(data.samples)} samples to train on, {len(data.held_out)} held out"
+
+
 def gpu_memory() -> int | None:
     """Bytes of this machine's first GPU; None where there is none."""
     return torch.cuda.get_device_properties(0).total_memory if uses_cuda() else None

@@ -49,6 +49,9 @@ DISTANCE_EVERY = 10
 class RlLoop(Loop):
     """One step is one RL step: samples of `source`, their rewards, and `updates_per_step` optimizer steps."""
 
+    job: Job
+    validator: Validator
+
     def __init__(
         self,
         job: Job,

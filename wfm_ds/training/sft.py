@@ -59,6 +59,9 @@ class NoisedBatch:
 class SftLoop(Loop):
     """One step is one optimizer step of a supervised algorithm on a batch of `source`."""
 
+    job: Job
+    validator: Validator
+
     def __init__(
         self,
         job: Job,

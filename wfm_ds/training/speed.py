@@ -11,15 +11,16 @@ from wfm_ds.monitoring.stopwatch import MEMORY
 
 if TYPE_CHECKING:
     from wfm_ds.engine.work import Work
-    from wfm_ds.run.job import Job
+    from wfm_ds.run.job import CommonJob
 
 TERA = 1e12
 SAMPLES = "perf/samples_per_second"
+TOKENS = "perf/tokens_per_second"
 TFLOPS = "perf/tflops_per_gpu"
 MFU = "perf/mfu"
 
 
-def speed_metrics(job: Job, work: Work | None, samples: int, seconds: float) -> dict[str, float]:
+def speed_metrics(job: CommonJob, work: Work | None, samples: int, seconds: float) -> dict[str, float]:
     """Metrics of a step with this duration and number of trained samples, over all ranks.
 
     work: this rank's part of it, None where it is not known. Rank 0 stands for all: the ranks run the same forwards,

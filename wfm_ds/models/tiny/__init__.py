@@ -3,7 +3,8 @@
 Each is a complete folder that plain diffusers loads offline, with the same bytes on every run: vocabularies are made by
 hand, weights come from fixed seeds. `call.json` beside it holds the pipeline arguments for one small image or video.
 
-A module of this folder is a tiny pipeline and its name the FAMILY; `parts/` holds what several of them are made of.
+A module of this folder is a tiny pipeline and its name the FAMILY; `language/` holds vision-language models, which
+transformers loads, and `parts/` what several of them are made of.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models.base import without_progress_bars
+from wfm_ds.models.tiny.language import LANGUAGE_FAMILIES as LANGUAGE_FAMILIES
 
 FAMILIES = tuple(
     sorted(info.name for info in pkgutil.iter_modules(__path__) if not info.ispkg and info.name != "__main__")
@@ -31,13 +33,18 @@ def tiny_pipeline(family: str) -> tuple[Any, dict[str, Any]]:
 
 
 def write_tiny(family: str, out: Path) -> None:
-    """Write the tiny pipeline of `family` (one of FAMILIES) into the new or empty folder `out`.
+    """Write the tiny pipeline of `family` (one of FAMILIES) into the new or empty folder `out`, or the tiny model of
+    one of LANGUAGE_FAMILIES.
 
     Raises ModelError for another family or a folder that holds something.
     """
-    pipeline, call = tiny_pipeline(family)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ModelError(f"{out} exists and is not an empty folder; name a new one")
+    if family in LANGUAGE_FAMILIES:
+        with without_progress_bars():
+            importlib.import_module(f"{__name__}.language.{family}").build().save_pretrained(out)
+        return
+    pipeline, call = tiny_pipeline(family)
     with without_progress_bars():
         pipeline.save_pretrained(out)
     drop_derived_config(out / "vae/config.json")

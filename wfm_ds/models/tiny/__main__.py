@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from wfm_ds.models.tiny import FAMILIES, write_tiny
+from wfm_ds.models.tiny import FAMILIES, LANGUAGE_FAMILIES, write_tiny
 from wfm_ds.program import program
 
 
@@ -16,8 +16,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="wfm_ds.models.tiny", description="Write a tiny random pipeline.")
-    p.add_argument("family", metavar="FAMILY", help=f"one of {', '.join(FAMILIES)}")
+    p = argparse.ArgumentParser(
+        prog="wfm_ds.models.tiny", description="Write a tiny random pipeline or language model."
+    )
+    p.add_argument("family", metavar="FAMILY", help=f"one of {', '.join((*FAMILIES, *LANGUAGE_FAMILIES))}")
     p.add_argument("out_dir", metavar="OUT_DIR", type=Path, help="a new or empty folder")
     return p
 

@@ -25,6 +25,7 @@ from wfm_ds.recipe.algorithms.forward_process import ForwardProcessSettings as F
 from wfm_ds.recipe.algorithms.ram import RamAlgorithm as RamAlgorithm
 from wfm_ds.recipe.algorithms.sft import SftAlgorithm as SftAlgorithm
 from wfm_ds.recipe.algorithms.supervised import SupervisedSettings as SupervisedSettings
+from wfm_ds.recipe.algorithms.vlm_sft import VlmSftAlgorithm as VlmSftAlgorithm
 from wfm_ds.user_class import import_class, is_user_class
 
 
@@ -74,7 +75,8 @@ else:
         | RamAlgorithm
         | DgpoAlgorithm
         | FlowGrpoAlgorithm
-        | DdrlAlgorithm,
+        | DdrlAlgorithm
+        | VlmSftAlgorithm,
         Field(discriminator="name"),
         WrapValidator(_settings),
         SerializeAsAny(),

@@ -17,7 +17,14 @@ from pydantic import PositiveFloat, PositiveInt, model_validator
 from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.sampling import EDM_SOLVERS, SamplingRecipe
 from wfm_ds.recipe.section import Section
-from wfm_ds.recipe.sections import EmaRecipe, RewardRecipe, RolloutRecipe
+from wfm_ds.recipe.sections import (
+    EmaRecipe,
+    EngineRecipe,
+    LoraRecipe,
+    ModelRecipe,
+    RewardRecipe,
+    RolloutRecipe,
+)
 
 
 def num_of_share(count: int, share: float) -> int:
@@ -36,6 +43,15 @@ class OtherSections(Protocol):
 
     @property
     def ema(self) -> EmaRecipe | None: ...
+
+    @property
+    def model(self) -> ModelRecipe: ...
+
+    @property
+    def lora(self) -> LoraRecipe | None: ...
+
+    @property
+    def engine(self) -> EngineRecipe: ...
 
     @property
     def rl(self) -> RlSections: ...
@@ -68,6 +84,12 @@ class AlgorithmSettings(Section):
     """True if it can train on prompts (data.kind: prompts)."""
     takes_media: ClassVar[bool] = False
     """True if it can train on captioned media (any other data.kind but pairs)."""
+    takes_conversations: ClassVar[bool] = False
+    """True if it can train on conversations (data.kind: llava)."""
+    trains_language: ClassVar[bool] = False
+    """True if it trains a language model, whose recipe has no section `sampling`."""
+    references: ClassVar[tuple[str, ...]] = ()
+    """Supervised: policies besides the trained one that the loss needs, in the order of their forwards."""
     takes_pairs: ClassVar[bool] = False
     """True if it trains on pairs of media of which one is preferred (data.kind: pairs)."""
 

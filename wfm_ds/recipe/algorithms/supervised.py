@@ -36,8 +36,6 @@ class SupervisedSettings(AlgorithmSettings):
     """The class that computes it, a subclass of Supervised, as `package.module:Class`."""
     num_media: ClassVar[int] = 1
     """Images or videos of a sample, each a row of its forwards: 2 of a pair."""
-    references: ClassVar[tuple[str, ...]] = ()
-    """Policies besides the trained one whose errors the loss needs, in the order of their forwards."""
 
     @property
     def num_conditional_frames(self) -> tuple[int, int]:

@@ -29,8 +29,11 @@ CHAT_TEMPLATE = (
 )
 
 
-def qwen_tokenizer() -> Qwen2Tokenizer:
-    """435 ids: bytes, words with the space before them, special tokens. Digits stand alone, as in the real one."""
+def qwen_tokenizer(*, add_prefix_space: bool = True) -> Qwen2Tokenizer:
+    """435 ids: bytes, words with the space before them, special tokens. Digits stand alone, as in the real one.
+
+    add_prefix_space: so that the first word is one token too.
+    """
     words = [*(word for word in WORDS if word not in string.digits), *SYSTEM_WORDS]
     merges = list(dict.fromkeys(pair for word in words for pair in chain_from_start(WORD_START, word)))
     tokens = [*byte_symbols(), *joined(merges), *SPECIAL]
@@ -38,7 +41,7 @@ def qwen_tokenizer() -> Qwen2Tokenizer:
     tokenizer = Qwen2Tokenizer(
         vocab=vocabulary,
         merges=merges,
-        add_prefix_space=True,  # so that the first word is one token too
+        add_prefix_space=add_prefix_space,
         eos_token="<|im_end|>",
         additional_special_tokens=list(SPECIAL[1:]),
     )

@@ -1,0 +1,133 @@
+"""Several sets with weights: shares of the draws, ids, hold-out, and what does not fit."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wfm_ds.data.datasets import load_data
+from wfm_ds.data.order import sample_index
+from wfm_ds.data.sets import epoch_counts, repeated
+from wfm_ds.errors import DataError
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.data import DataRecipe
+from wfm_ds.recipe.schema import Recipe
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, count in (("cats", 30), ("dogs", 10)):
+        (tmp_path / name).mkdir()
+        for i in range(count):
+            (tmp_path / name / f"{i:02}.png").touch()
+            (tmp_path / name / f"{i:02}.txt").write_text(f"{name} {i}")
+    return tmp_path
+
+
+def recipe(folder, *sets, **keys):
+    return Recipe.model_validate(
+        {
+            "run": {"output_dir": "out", "steps": 1},
+            "model": {"path": "tiny:sd3"},
+            "data": {
+                "kind": "sets",
+                "path": str(folder),
+                "sets": list(sets),
+                "cache_dir": str(folder / "cache"),
+                **keys,
+            },
+            "sampling": {"height": 32, "width": 32},
+            "algorithm": {"name": "sft"},
+            "validation": {"holdout": 0.2},
+        }
+    )
+
+
+def test_a_set_is_drawn_in_the_share_of_its_weight(folder, caplog):
+    with caplog.at_level("INFO"):
+        data = load_data(recipe(folder, {"path": "cats"}, {"path": "dogs", "weight": 3.0}))
+    count = len(data.samples)
+    of_epoch = Counter(data.samples[sample_index(i, count, 0, True)].id.partition("/")[0] for i in range(count))
+    assert of_epoch["dogs"] / count == pytest.approx(0.75, abs=0.01)
+    ids = [sample.id for sample in data.samples]
+    assert len(set(ids)) == count
+    assert ids == sorted(ids)
+    shown = Counter(sample.prompt.text for sample in data.samples)
+    times = {name: {n for text, n in shown.items() if text.startswith(name)} for name in ("cats", "dogs")}
+    assert times["cats"] == {1}
+    assert max(times["dogs"]) - min(times["dogs"]) <= 1
+    held = {sample.prompt.text for sample in data.held_out}
+    assert held
+    assert not held & set(shown)  # no copy of what is held out is trained on
+    assert len(held) + len(shown) == 40
+    assert "data.sets: dogs: " in caplog.text
+    assert "75% of the draws" in caplog.text
+
+
+def test_reasons_and_notes_are_those_of_the_sets(folder, caplog):
+    (folder / "cats" / "bare.png").touch()
+    (folder / "more").mkdir()
+    (folder / "more" / "a.png").touch()
+    prompt = "a photo of sks dog"
+    data = load_data(recipe(folder, {"path": "cats", "name": "felines"}, {"path": "more", "prompt": prompt}))
+    assert data.bad == {"no_json": [str(folder / "cats" / "bare.png")]}
+    assert "more: 1 media without a caption get data.prompt" in caplog.text
+    assert {sample.id.partition("/")[0] for sample in (*data.samples, *data.held_out)} == {"felines", "more"}
+
+
+@given(
+    sizes=st.dictionaries(st.sampled_from("abcd"), st.integers(0, 500), min_size=1),
+    weights=st.lists(st.floats(0.05, 20), min_size=4, max_size=4),
+)
+def test_counts_follow_the_weights_and_leave_no_sample_out(sizes, weights):
+    weight_of = dict(zip("abcd", weights, strict=True))
+    counts = epoch_counts(sizes, weight_of)
+    whole, filled = sum(counts.values()), [name for name, size in sizes.items() if size]
+    assert all(counts[name] >= size for name, size in sizes.items())
+    assert all(counts[name] == 0 for name, size in sizes.items() if not size)
+    for name in filled:
+        share = weight_of[name] / sum(weight_of[other] for other in filled)
+        assert abs(counts[name] - share * whole) <= len(filled) + 1
+
+
+def test_repeats_are_even_and_spread(folder):
+    samples = load_data(recipe(folder, {"path": "dogs"})).samples
+    found = repeated(samples, 2 * len(samples) + 2)
+    assert sorted(Counter(sample.media.name for sample in found).values())[-3:] == [2, 3, 3]
+    assert [sample.id for sample in found if sample.id.endswith("#3")] == [
+        f"{samples[0].id}#3",
+        f"{samples[len(samples) // 2].id}#3",
+    ]
+    assert repeated([], 0) == []
+
+
+def test_weights_that_would_repeat_almost_everything_are_refused(folder):
+    far_apart = recipe(folder, {"path": "cats", "weight": 0.001}, {"path": "dogs"})
+    with pytest.raises(DataError, match=r"each sample of cats once has \d+ draws of \d+ samples: raise the"):
+        load_data(far_apart)
+
+
+@pytest.mark.parametrize(
+    ("data", "complaint"),
+    [
+        ({"kind": "sets", "path": "x"}, "kind sets and the key sets belong together"),
+        ({"kind": "folder", "path": "x", "sets": [{"path": "a"}]}, "kind sets and the key sets belong together"),
+        ({"kind": "sets", "path": "x", "sets": [{"path": "a/c"}, {"path": "b/c"}]}, "two sets are called c"),
+        (
+            {"kind": "sets", "path": "x", "sets": [{"path": "a", "kind": "paired", "prompt": "p"}]},
+            "only read with kind",
+        ),
+        ({"kind": "sets", "path": "x", "prompt": "p", "sets": [{"path": "a"}]}, "prompt: only read with kind: folder"),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(data, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        DataRecipe(**data)
+
+
+def test_a_recipe_with_sets_is_written_and_read_back(folder, tmp_path):
+    written = recipe(folder, {"path": "cats"}, {"path": "/elsewhere/dogs", "weight": 2, "kind": "paired"})
+    (tmp_path / "r.yaml").write_text(recipe_file.dump(written))
+    assert recipe_file.load(tmp_path / "r.yaml") == written
+    assert [one.path for one, _ in written.data.parts().values()] == [str(folder / "cats"), "/elsewhere/dogs"]

@@ -1,0 +1,119 @@
+"""Rows of LLaVA annotations and of messages, and what is wrong with the others."""
+
+import json
+
+import pytest
+
+from wfm_ds.errors import DataError
+from wfm_ds.language.annotations import BadConversation, Medium, Turn, annotation_files, parsed, rows_of
+
+
+def said(*values, **more):
+    """A LLaVA row in which human and gpt speak in turn."""
+    return {"conversations": [{"from": ("human", "gpt")[i % 2], "value": v} for i, v in enumerate(values)], **more}
+
+
+def image(path):
+    return Medium("image", path)
+
+
+def test_tags_mark_the_places_of_media():
+    row = said("<image> beside <image>, in <video>\n?", "yes", "and?", "no", image=["/a.png", "/b.png"], video="/c.mp4")
+    conversation = parsed({**row, "id": 7}, "f.json[0]")
+    assert conversation.id == "f.json[0]#7"
+    first = (image("/a.png"), " beside ", image("/b.png"), ", in ", Medium("video", "/c.mp4"), "\n?")
+    assert conversation.turns == (
+        Turn("user", first),
+        Turn("assistant", ("yes",)),
+        Turn("user", ("and?",)),
+        Turn("assistant", ("no",)),
+    )
+    assert [medium.address for medium in conversation.media] == ["/a.png", "/b.png", "/c.mp4"]
+
+
+def test_media_without_a_tag_come_first_in_the_order_of_the_row():
+    row = said("what?", "that", "and <image>?", "this", images=["a.png", "b.png"], videos=["c.mp4"])
+    turns = parsed(row, "r", root="/data/").turns
+    assert turns[0].parts == (image("/data/a.png"), "\n", Medium("video", "/data/c.mp4"), "\n", "what?")
+    assert turns[2].parts == ("and ", image("/data/b.png"), "?")
+
+
+@pytest.mark.parametrize(
+    ("root", "path", "found"),
+    [
+        (None, "a.png", "a.png"),
+        ("/data", "a.png", "/data/a.png"),
+        ("/data", "/b/a.png", "/b/a.png"),
+        ("s3://bucket/x/", "a.png", "s3://bucket/x/a.png"),
+        ("/data", "s3://bucket/a.png", "s3://bucket/a.png"),
+    ],
+)
+def test_relative_paths_are_below_the_root(root, path, found):
+    assert parsed(said("?", "!", image=path), "r", root=root).media == [image(found)]
+
+
+def test_messages_have_parts_or_texts():
+    content = [{"type": "image", "image": "/a.png"}, {"type": "text", "text": "?"}, {"type": "video"}]
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": "<image>"},  # a word like others in an answer
+    ]
+    conversation = parsed({"messages": messages, "video": "/b.mp4"}, "r", system_prompt="not this one")
+    assert conversation.turns == (
+        Turn("system", ("be brief",)),
+        Turn("user", (image("/a.png"), "?", Medium("video", "/b.mp4"))),
+        Turn("assistant", ("<image>",)),
+    )
+
+
+def test_a_system_prompt_is_for_rows_without_one():
+    assert parsed(said("?", "!"), "r", system_prompt="").turns[0] == Turn("system", ("",))
+
+
+@pytest.mark.parametrize(
+    ("row", "reason", "words"),
+    [
+        (None, "row", "is no JSON object"),
+        ([], "row", "is no JSON object"),
+        ({"text": "a"}, "row", "neither conversations nor messages"),
+        (said("\ud800", "!"), "row", "is no JSON object"),
+        (said("?", "!", image=[1]), "row", "neither a path nor a list"),
+        ({"conversations": []}, "no_answer", "there is no answer"),
+        (said("?"), "no_answer", "there is no answer"),
+        ({"conversations": [{"from": "gpt", "value": "!"}]}, "turn", "assistant out of order"),
+        ({"conversations": [{"from": "robot", "value": "!"}]}, "turn", "a turn of 'robot'"),
+        ({"conversations": ["hello"]}, "turn", "no JSON object"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "turn", "of type 'audio'"),
+        ({"conversations": [{"from": "human", "value": 3}]}, "turn", "without text"),
+        (said("<image> <image>", "!", image="/a.png"), "no_media", "2 <image> tags, 1 images"),
+        (said("<video>", "!", images=["/a.png"]), "no_media", "1 <video> tags, 0 videos"),
+    ],
+)
+def test_what_is_wrong_with_a_row(row, reason, words):
+    with pytest.raises(BadConversation, match=words) as error:
+        parsed(row, "file.json[3]")
+    assert error.value.reason == reason
+    assert str(error.value).startswith("file.json[3]: ")
+
+
+def test_files_of_annotations(tmp_path):
+    rows = [said("?", "!"), said("?", "!!")]
+    (tmp_path / "b.json").write_text(json.dumps(rows))
+    (tmp_path / "a.jsonl").write_text("\n".join([json.dumps(rows[0]), "", "{broken", json.dumps(rows[1])]))
+    (tmp_path / "c.txt").write_text("no annotations")
+    assert annotation_files([str(tmp_path)]) == [tmp_path / "a.jsonl", tmp_path / "b.json"]
+    assert list(rows_of(tmp_path / "b.json")) == [(f"{tmp_path}/b.json[{i}]", row) for i, row in enumerate(rows)]
+    numbers = [(name.rpartition(":")[2], row) for name, row in rows_of(tmp_path / "a.jsonl")]
+    assert numbers == [("1", rows[0]), ("3", None), ("4", rows[1])]
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"no \.json or \.jsonl file in it"):
+        annotation_files([str(tmp_path / "empty")])
+    with pytest.raises(DataError, match="cannot be read"):
+        list(rows_of(tmp_path / "missing.json"))
+    (tmp_path / "object.json").write_text("{}")
+    with pytest.raises(DataError, match="is not a JSON list"):
+        list(rows_of(tmp_path / "object.json"))

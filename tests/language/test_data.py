@@ -1,0 +1,135 @@
+"""The conversations of a recipe, and the rows of its steps: what is bad is left out, counted, and ends at a limit."""
+
+import json
+
+import pytest
+import torch
+
+from wfm_ds.data.squares import write_squares
+from wfm_ds.distributed.world import World
+from wfm_ds.errors import DataError
+from wfm_ds.language import model as language_model
+from wfm_ds.language.annotations import REASONS
+from wfm_ds.language.data import LanguageData, load_conversations
+from wfm_ds.language.source import RowSource
+from wfm_ds.models.tiny import write_tiny
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.training.language_build import reader_of, report, row_order
+
+ALONE = World.alone()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "qwen25vl"
+    write_tiny("qwen25vl", folder)
+    return language_model.load(str(folder), torch.float32)
+
+
+@pytest.fixture
+def squares(tmp_path):
+    write_squares(tmp_path / "data")
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def load(root, tiny, squares):
+    """`load(*overrides)`: the recipe, its reader and its data."""
+
+    def load(*overrides):
+        places = [f"data.path={squares}/annotations.json", f"data.media_path={squares}", f"model.path={tiny.path}"]
+        recipe = recipe_file.load(root / "recipes" / "tiny" / "reason_llava_sft.yaml", [*places, *overrides])
+        reader = reader_of(recipe, tiny)
+        return recipe, reader, load_conversations(recipe, reader, ALONE)
+
+    return load
+
+
+def spoil(squares):
+    """Make one row bad for each reason, and return the paths of two pictures that are broken behind their headers."""
+    file = squares / "annotations.json"
+    rows = json.loads(file.read_text())
+    rows[0] = {"id": "zero"}
+    rows[2]["conversations"] = []
+    rows[4]["conversations"][0]["from"] = "robot"
+    del rows[6]["image"]
+    (squares / "images" / "009.png").unlink()  # of row 9, and the second picture of row 8
+    rows[10]["conversations"][1]["value"] = "red " * 200
+    file.write_text(json.dumps(rows))
+
+
+def test_bad_rows_are_left_out_and_counted_by_reason(load, squares, caplog):
+    spoil(squares)
+    _, _, data = load("data.max_bad_fraction=0.2", "validation.holdout=0")
+    counts = {"row": 1, "no_answer": 1, "turn": 1, "no_media": 1, "media": 2, "too_long": 1}
+    assert data.bad == counts
+    assert counts.keys() == REASONS.keys()
+    assert len(data.training.conversations) == 40 - 7
+    for reason, count in counts.items():
+        (line,) = [message for message in caplog.messages if REASONS[reason] in message]
+        assert f"{count} of 40 rows left out" in line
+    with pytest.raises(DataError, match=r"7 of 40 rows cannot be used, more than data\.max_bad_fraction 0\.1 allows"):
+        load("data.max_bad_fraction=0.1")
+
+
+def test_lengths_are_those_of_what_is_read_later(load):
+    _, reader, data = load()
+    for conversation, length in list(zip(data.training.conversations, data.training.lengths, strict=True))[:8]:
+        assert len(reader.read(conversation).tokens) == length
+    assert data.kinds == {"image"}
+
+
+def test_what_is_held_out_is_the_same_in_every_run_and_apart(load, squares):
+    _, _, data = load("validation.holdout=0.2", "validation.num_images=100")
+    training, held_out = ({c.id for c in part.conversations} for part in (data.training, data.held_out))
+    assert len(training | held_out) == 40
+    assert not training & held_out
+    assert 0 < len(held_out) < 20
+    again = load("validation.holdout=0.2", "validation.num_images=3", "run.seed=7")[2].held_out
+    assert [c.id for c in again.conversations] == sorted(held_out)[:3]
+    _, _, data = load(f"validation.path={squares}/annotations.json", "validation.num_images=5")
+    assert (len(data.training.lengths), len(data.held_out.lengths)) == (40, 5)
+
+
+def source_of(load, *overrides):
+    recipe, reader, data = load("validation.holdout=0", *overrides)
+    return RowSource(data, row_order(recipe, data), reader, rows_per_step=6, workers=2), data
+
+
+def ids(step):
+    return [[sample.id for sample in row] for row in step.rows]
+
+
+def test_rows_of_a_step_are_the_same_for_any_number_of_ranks(load):
+    source, data = source_of(load)
+    whole = [ids(source.step(step, 0, 1)) for step in (1, 2, 3)]
+    for ranks in (2, 3):
+        shares = [source_of(load)[0] for _ in range(ranks)]
+        for step, rows in enumerate(whole, 1):
+            parts = [ids(share.step(step, rank, ranks)) for rank, share in enumerate(shares)]
+            assert [parts[k % ranks][k // ranks] for k in range(6)] == rows
+    late = source_of(load)[0]
+    assert ids(late.step(3, 0, 1)) == whole[2]  # no step needs those before it
+    assert isinstance(data, LanguageData)
+
+
+def test_media_that_break_later_are_left_out_of_their_rows(load, squares):
+    source, _ = source_of(load, "data.pack=false", "data.shuffle=false")
+    whole = (squares / "images" / "001.png").read_bytes()
+    (squares / "images" / "001.png").write_bytes(whole[: len(whole) - 40])  # the header says what it said
+    step = source.step(1, 0, 1)
+    assert [len(row) for row in step.rows] == [0, 0, 1, 1, 1, 1]  # rows 0 and 1 show it
+    assert (step.num_bad, step.num_tried) == (2, 6)
+    source.judge(step.num_bad, step.num_tried, 0.05)
+    assert source.state() == {"bad": 2, "tried": 6}
+    with pytest.raises(DataError, match=r"8 of 12 conversations had media that cannot be read"):
+        source.judge(6, 6, 0.05)
+    source.close()
+
+
+def test_the_report_of_a_check(load, root, squares, tiny, tmp_path):
+    recipe, _, data = load(f"run.output_dir={tmp_path / 'out'}")
+    lines = report(recipe, 1)
+    assert f"{len(data.training.lengths)} conversations, {len(data.held_out.lengths)} held out, 0 left out" in lines
+    assert lines.endswith("all checks passed")
+    assert not (tmp_path / "out").exists()

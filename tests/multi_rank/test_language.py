@@ -1,0 +1,186 @@
+"""Runs of vision-language models: as a plain loop over transformers', at any number of ranks, stopped and continued."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+from multi_rank.resuming import ROOT, train_on_rank
+from multi_rank.resuming import records as all_records
+from wfm_ds.data.squares import write_squares
+from wfm_ds.language.model import part_of
+from wfm_ds.models import registry
+from wfm_ds.recipe import file as recipe_file
+
+STEPS = 5
+# Of gradients that are zero but for rounding (those of the biases of keys) AdamW makes whole steps with a small eps.
+EPS = "optimizer.eps=1e-3"
+COMMON = [f"run.steps={STEPS}", "logging.console=false", "engine.guard=true", "validation.num_images=3"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Squares, among them rows of text alone and rows that cannot be used."""
+    folder = tmp_path_factory.mktemp("squares") / "data"
+    write_squares(folder)
+    file = folder / "annotations.json"
+    rows = json.loads(file.read_text())
+    for row in rows[1::3]:  # a rank may get no image at all
+        del row["image"]
+        row["conversations"] = [
+            {"from": "human", "value": "a cat is"},
+            {"from": "gpt", "value": "a cat moving left" + " or right" * (len(rows) % 5)},
+        ]
+    file.write_text(json.dumps(rows))
+    (folder / "bad.json").write_text(json.dumps([{"conversations": []}, {"id": 1}]))
+    return folder
+
+
+def settings(data, folder, *changes, name="reason_llava_sft", model="tiny:qwen25vl"):
+    """Arguments of `train_on_rank`."""
+    places = [f"run.output_dir={folder}", f"data.path={data}/annotations.json", f"data.media_path={data}"]
+    recipe = str(ROOT / "recipes" / "tiny" / f"{name}.yaml")
+    return {"recipe": recipe, "overrides": [*places, f"model.path={model}", *COMMON, *changes]}
+
+
+def records(folder):
+    """All metrics by line but times and speeds."""
+    return [{tag: v for tag, v in line.items() if not tag.startswith("perf/")} for line in all_records(folder)]
+
+
+def weights(folder, step=STEPS):
+    exported = folder / "safetensors" / f"step_{step}"
+    if (exported / "lora").exists():
+        return load_file(exported / "lora" / "adapter_model.safetensors")
+    return weights_of(exported)
+
+
+def weights_of(folder):
+    network = AutoModelForImageTextToText.from_pretrained(folder)
+    return {name: parameter.detach() for name, parameter in network.named_parameters()}
+
+
+def by_hand(arguments):
+    """Weights after the steps of a recipe by a plain loop: one conversation after the other through transformers'
+    own model, its own positions and loss, and torch's AdamW."""
+    from wfm_ds.distributed.world import World
+    from wfm_ds.language import model as language_model
+    from wfm_ds.language.data import load_conversations
+    from wfm_ds.training.language_build import reader_of, row_order
+
+    recipe = recipe_file.load(Path(arguments["recipe"]), arguments["overrides"])
+    model = language_model.load(recipe.model.path, torch.float32)
+    reader = reader_of(recipe, model)
+    data = load_conversations(recipe, reader, World.alone())
+    order, options = row_order(recipe, data), recipe.optimizer
+    network = model.network
+    adamw = torch.optim.AdamW(
+        network.parameters(), options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay
+    )
+    per_step = recipe.engine.micro_batch_size * recipe.engine.gradient_accumulation
+    losses = []
+    for step in range(recipe.run.steps):
+        indices = [i for k in range(step * per_step, (step + 1) * per_step) for i in order.row(k)]
+        samples = [reader.read(data.training.conversations[i]) for i in indices]
+        labelled = sum(label >= 0 for sample in samples for label in sample.tokens.labels)
+        adamw.zero_grad()
+        for sample in samples:
+            media = {name: t for kind in ("image",) for name, t in grids_and_values(sample, kind).items()}
+            output = network(
+                input_ids=torch.tensor([sample.tokens.ids]),
+                attention_mask=torch.ones(1, len(sample.tokens), dtype=torch.long),
+                mm_token_type_ids=sample.types(model.pad_ids),
+                labels=torch.tensor([sample.tokens.labels]),
+                num_items_in_batch=labelled,
+                **media,
+            )
+            output.loss.backward()
+            losses.append(float(output.loss.detach()))
+        for parameter in network.parameters():  # the tower of a step without any image
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.nn.utils.clip_grad_norm_(network.parameters(), recipe.engine.max_grad_norm)
+        adamw.step()
+    return {name: parameter.detach() for name, parameter in network.named_parameters()}, sum(losses) / STEPS
+
+
+def grids_and_values(sample, kind):
+    from wfm_ds.language.rows import stacked
+
+    return stacked([sample]) if sample.grids(kind) is not None else {}
+
+
+def test_it_learns_the_colours_of_squares(one_rank, tmp_path):
+    """And a picture that is broken is no reason to end."""
+    write_squares(tmp_path / "squares")
+    (tmp_path / "squares" / "images" / "003.png").write_bytes(b"")
+    arguments = settings(tmp_path / "squares", tmp_path / "run", "run.steps=60", "data.max_bad_fraction=0.1")
+    one_rank.run(train_on_rank, **arguments)
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["metrics"]["val/token_accuracy"] > 0.95
+    assert result["metrics"]["vlm/token_accuracy"] > 0.95
+    assert result["metrics"]["data/bad/media"] == 1
+    assert Path(result["artifacts"]["model"]).name == "step_60"
+
+
+def largest_difference(found, wanted):
+    return max(float((found[name] - tensor).abs().max()) for name, tensor in wanted.items())
+
+
+def test_five_steps_are_those_of_a_plain_loop_over_transformers(one_rank, data, tmp_path):
+    changes = ["optimizer.lr=1e-2", EPS, "optimizer.schedule=constant", "engine.gradient_accumulation=2"]
+    arguments = settings(data, tmp_path / "run", *changes, "checkpoint.every=5")
+    one_rank.run(train_on_rank, **arguments)
+    wanted, loss = by_hand(arguments)
+    assert largest_difference(weights(tmp_path / "run"), wanted) < 1e-6
+    steps = [record for record in records(tmp_path / "run") if "vlm/loss" in record]
+    assert sum(step["vlm/loss"] for step in steps) / STEPS == pytest.approx(loss, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "stage"),
+    [
+        ("qwen25vl", "zero3"),
+        pytest.param("qwen3vl", "zero2", marks=pytest.mark.slow),
+        pytest.param("qwen25vl", "zero1", marks=pytest.mark.slow),
+        pytest.param("qwen25vl", "zero2", marks=pytest.mark.slow),
+        pytest.param("qwen3vl", "zero3", marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_train_what_one_does(one_rank, two_ranks, data, tmp_path, family, stage):
+    """Some rows have images and others none: at ZeRO-3 a rank that skipped the vision tower would hang the other."""
+    same = ["optimizer.lr=1e-2", EPS, "run.steps=3", "data.max_tokens=96", "validation.every=2"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    model = f"tiny:{family}"
+    accumulated = ["engine.micro_batch_size=2", "engine.gradient_accumulation=2"]
+    one_rank.run(train_on_rank, **settings(data, one, *same, *accumulated, model=model))
+    shared = ["engine.micro_batch_size=1", "engine.gradient_accumulation=2", f"engine.deepspeed={stage}"]
+    shared.append("model.gradient_checkpointing=true")
+    two_ranks.run(train_on_rank, **settings(data, two, *same, *shared, model=model))
+    assert largest_difference(weights(two, 3), weights(one, 3)) < 1e-6
+    for a, b in zip(records(one), records(two), strict=True):
+        for tag in a.keys() & {"vlm/loss", "vlm/token_accuracy", "vlm/labelled_tokens", "val/loss"}:
+            assert a[tag] == pytest.approx(b[tag], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["reason_llava_sft", pytest.param("reason_llava_sft_lora", marks=pytest.mark.slow)])
+def test_a_stopped_and_continued_run_equals_one_that_was_never_stopped(two_ranks, data, tmp_path, name):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    model = "tiny:qwen3vl" if name.endswith("lora") else "tiny:qwen25vl"
+    changes = ["validation.every=2", "data.max_tokens=96", "ema={decay: 0.9}"]
+    if not name.endswith("lora"):
+        changes += ["engine.deepspeed=zero3", "algorithm.freeze=[vision]", "algorithm.loss_scale=samples"]
+    two_ranks.run(train_on_rank, **settings(data, whole, *changes, name=name, model=model))
+    for result in two_ranks.run(train_on_rank, **settings(data, parts, *changes, name=name, model=model), stop_at=2):
+        assert (result["status"], result["step"]) == ("preempted", 2)
+    for result in two_ranks.run(train_on_rank, **settings(data, parts, *changes, name=name, model=model)):
+        assert (result["status"], result["step"]) == ("finished", STEPS)
+    assert records(parts) == records(whole)
+    ours, theirs = weights(parts), weights(whole)
+    base = {} if name.endswith("lora") else weights_of(registry.cached_tiny("qwen25vl"))
+    assert all(torch.equal(ours[tensor], base[tensor]) for tensor in base if part_of(tensor) == "vision")
+    assert not any(torch.equal(ours[tensor], base[tensor]) for tensor in base if tensor.endswith("norm.weight"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[tensor], theirs[tensor]) for tensor in theirs)

@@ -1,0 +1,83 @@
+"""Recipes of vision-language models: what they must not have, and what is read."""
+
+import pytest
+
+from wfm_ds.errors import RecipeError
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.algorithms.vlm_sft import VlmSftAlgorithm
+from wfm_ds.recipe.derived import derive
+from wfm_ds.run.fit import advice_for
+
+GOOD = """\
+run: {output_dir: out, steps: 3}
+model:
+  path: tiny:qwen25vl
+data: {kind: llava, path: [a.json, b.jsonl]}
+algorithm:
+  name: vlm_sft
+engine: {micro_batch_size: 2, gradient_accumulation: 3}
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(*overrides, text=GOOD):
+        (tmp_path / "mine.yaml").write_text(text)
+        return recipe_file.load(tmp_path / "mine.yaml", overrides)
+
+    return load
+
+
+def test_a_recipe_of_a_language_model_has_no_sampling_and_its_dump_none_either(load, tmp_path):
+    recipe = load()
+    assert isinstance(recipe.algorithm, VlmSftAlgorithm)
+    assert "sampling" not in recipe_file.dump(recipe)
+    assert load(text=recipe_file.dump(recipe)) == recipe
+    assert derive(recipe, 4).samples_per_step == 24  # rows
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("sampling.height=64", "vlm_sft does not read the section sampling: remove it"),
+        ("rollout.group_size=4", "vlm_sft does not read the section rollout: remove it"),
+        ("data.kind=paired", "lists and URLs are for webdataset and pairs"),
+        ("data.media_path=s3://bucket/media", "reads annotations and media of this machine"),
+        ("data.path=[s3://bucket/a.json]", "reads annotations and media of this machine"),
+        ("data.fps=8", "vlm_sft with data.kind llava does not read data.fps: remove it"),
+        ("data.caption_dropout=0.1", "does not read data.caption_dropout: remove it"),
+        ("validation.prompts=a.txt", "does not read validation.prompts: remove it"),
+        ("data.pixels={min: 9, max: 4}", "min 9 is above max 4: raise max"),
+        ("algorithm.freeze=[vision, merger, language]", "names all parts, which leaves nothing to train"),
+        ("model.attention=flash", "vlm_sft knows auto and native"),
+        ("model.vae_dtype=bfloat16", "vae_dtype: only read with a diffusion model; remove it"),
+        ("engine.sequence_parallel=2", "vlm_sft keeps a row on one rank; set it to 1"),
+        ("engine.compile=true", "vlm_sft has rows of another length each time; remove the key"),
+        ("algorithm.train_on=questions", "algorithm.train_on: expected"),
+    ],
+)
+def test_what_is_not_for_them(load, override, words):
+    with pytest.raises(RecipeError, match=words.replace(".", r"\.")):
+        load(override)
+
+
+def test_keys_that_a_run_without_memory_is_told(load):
+    told = advice_for(load("model.dtype=float32"), "train", 1)
+    assert told[:3] == ["model.dtype: bfloat16", "engine.deepspeed: zero3", "model.gradient_checkpointing: true"]
+    roomy = load("model.dtype=bfloat16", "model.gradient_checkpointing=true", "engine.deepspeed=zero3", "lora.rank=4")
+    assert advice_for(roomy, "train", 1) == ["engine.micro_batch_size: 1", "data.max_tokens below 4096"]
+
+
+def test_lora_freezes_all_of_the_base(load):
+    load("lora.rank=4")
+    with pytest.raises(RecipeError, match="with a lora section all of the base is frozen"):
+        load("lora.rank=4", "algorithm.freeze=[vision]")
+
+
+@pytest.mark.parametrize("override", ["data.max_tokens=64", "data.media_path=/data", "data.pack=false"])
+def test_other_recipes_do_not_read_their_keys(root, override):
+    key = override.partition("=")[0].replace(".", r"\.")
+    with pytest.raises(RecipeError, match=f"does not read {key}"):
+        recipe_file.load(root / "recipes" / "tiny" / "sd3_sft.yaml", [override])
+    with pytest.raises(RecipeError, match=r"algorithm sft needs captioned media"):
+        recipe_file.load(root / "recipes" / "tiny" / "sd3_sft.yaml", ["data.kind=llava"])

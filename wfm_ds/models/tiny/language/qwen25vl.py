@@ -1,0 +1,17 @@
+"""Qwen2.5-VL in miniature: patches of 14 pixels, four of which are a token."""
+
+from __future__ import annotations
+
+from transformers import Qwen2VLImageProcessorPil
+
+from wfm_ds.models.tiny.parts.chat import LanguageFolder, chat_tokenizer
+from wfm_ds.models.tiny.parts.qwen import qwen_encoder
+
+SEED = 21
+SIZE = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 16}
+
+
+def build() -> LanguageFolder:
+    """The model in float32 and its processors."""
+    tokenizer = chat_tokenizer()
+    return LanguageFolder(qwen_encoder(tokenizer, SEED).eval(), tokenizer, Qwen2VLImageProcessorPil(size=SIZE))

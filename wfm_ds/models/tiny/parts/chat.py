@@ -1,0 +1,40 @@
+"""Parts of tiny vision-language models: a chat template in Qwen's format, and the model with its processors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, Qwen2Tokenizer
+
+from wfm_ds.models.tiny.parts.qwen import qwen_tokenizer
+
+MEDIA = "<|vision_start|><|{}_pad|><|vision_end|>"
+CHAT_TEMPLATE = (
+    "{% for turn in messages %}<|im_start|>{{ turn['role'] }}\n"
+    "{% if turn['content'] is string %}{{ turn['content'] }}{% else %}{% for part in turn['content'] %}"
+    "{% if part['type'] == 'image' %}" + MEDIA.format("image") + "{% elif part['type'] == 'video' %}"
+    "" + MEDIA.format("video") + "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def chat_tokenizer() -> Qwen2Tokenizer:
+    """The tiny tokenizer, which leaves the first word as it stands: what is decoded is what was written."""
+    tokenizer = qwen_tokenizer(add_prefix_space=False)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class LanguageFolder:
+    """A model, its tokenizer and its image processor, saved to one folder as transformers loads them."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    image_processor: Any
+
+    def save_pretrained(self, out: Path) -> None:
+        for part in (self.model, self.tokenizer, self.image_processor):
+            part.save_pretrained(out)

@@ -1,0 +1,213 @@
+"""Assembly of a run that trains a vision-language model, and the report of `--check` about it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from wfm_ds.algorithms import engine_policies
+from wfm_ds.distributed.lifecycle import StopFlag, seconds_since_start
+from wfm_ds.distributed.world import World, ranks_per_node
+from wfm_ds.engine.engine import DenoiserEngine
+from wfm_ds.engine.preparation import DTYPES
+from wfm_ds.errors import RecipeError
+from wfm_ds.language.annotations import KINDS
+from wfm_ds.language.data import LanguageData, load_conversations
+from wfm_ds.language.export import LanguageTarget
+from wfm_ds.language.media import MediaReader
+from wfm_ds.language.model import LanguageModel, load
+from wfm_ds.language.packing import RowOrder
+from wfm_ds.language.render import Renderer
+from wfm_ds.language.rows import RowMaker, SampleReader
+from wfm_ds.language.source import RowSource
+from wfm_ds.monitoring.monitor import Monitor
+from wfm_ds.recipe.deepspeed import deepspeed_config
+from wfm_ds.recipe.derived import derive
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.run.folder import Start, find_start
+from wfm_ds.training.checkpoints import Checkpoints
+from wfm_ds.training.exporter import Exporter
+from wfm_ds.training.language import HeldOut, LanguageJob, LanguageLoop
+from wfm_ds.training.preflight import beginning
+
+if TYPE_CHECKING:
+    from wfm_ds.run.mirror import Mirror
+    from wfm_ds.training.loop import Loop
+
+log = logging.getLogger(__name__)
+
+Advised = Callable[[Callable[[], str | None]], contextlib.AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A model and its data, before anything is written."""
+
+    model: LanguageModel
+    reader: SampleReader
+    data: LanguageData
+
+
+def reader_of(recipe: Recipe, model: LanguageModel) -> SampleReader:
+    """Make the reader of the recipe's conversations for this model."""
+    return SampleReader(
+        Renderer(model.tokenizer, train_on=recipe.language.train_on),
+        MediaReader(model.image_processor, recipe.data),
+        timed_frames=model.timed_frames,
+        max_tokens=recipe.data.max_tokens,
+        too_long=recipe.data.too_long,
+    )
+
+
+def prepare(
+    recipe: Recipe, world: World, stop: StopFlag, advised: Advised
+) -> Callable[[Start, Mirror | None, ExitStack], Loop]:
+    """Do all that comes before anything is written. Collective. Returns `build_loop` but for its last arguments."""
+    return functools.partial(build_loop, recipe, world, stop, made_ready(recipe, world, advised))
+
+
+def made_ready(recipe: Recipe, world: World, advised: Advised) -> Ready:
+    """Check what can be checked cheaply, load the model, read the annotations and measure them. Collective."""
+
+    def loaded() -> LanguageModel:
+        check_settings(recipe, world.size)
+        with advised(lambda: "start"):
+            return load(recipe.model.path, DTYPES[recipe.model.dtype])
+
+    log.info("loading model %s", recipe.model.path)
+    model: LanguageModel = world.checked(loaded)
+    log.info("model loaded, %.0f s after the start", seconds_since_start())
+    log.info("reading data %s", recipe.data.path)
+    reader: SampleReader = world.checked(lambda: reader_of(recipe, model))
+    return Ready(model, reader, load_conversations(recipe, reader, world))
+
+
+def check_settings(recipe: Recipe, world_size: int) -> None:
+    """Raise RecipeError for an engine that cannot be."""
+    deepspeed_config(
+        recipe,
+        accumulation=derive(recipe, world_size).accumulation,
+        policies=engine_policies(recipe),
+        world_size=world_size,
+        ranks_per_node=ranks_per_node(world_size),
+    )
+
+
+def build_loop(
+    recipe: Recipe,
+    world: World,
+    stop: StopFlag,
+    ready: Ready,
+    start: Start,
+    mirror: Mirror | None,
+    resources: ExitStack,
+) -> Loop:
+    """The loop with all that it uses, before its first step; `resources` ends what it started. Collective."""
+    model, data, settings = ready.model, ready.data, recipe.language
+    derived = derive(recipe, world.size)
+    # Media of every kind that the data has, in every row: else the tower would run on some ranks and not on others.
+    kinds = [kind for kind in KINDS if kind in data.kinds] or ["image"]
+    blanks = [ready.reader.blank(kind) for kind in KINDS if kind in kinds]
+    target = LanguageTarget.of(model.network, model.path)
+    engine = world.checked(lambda: build_engine(recipe, world, model))
+    monitor = Monitor(
+        recipe.run.output_dir,
+        is_main=world.is_main,
+        tensorboard=recipe.logging.tensorboard,
+        console=recipe.logging.console,
+        total_steps=recipe.run.steps,
+        unit="conversations",
+        resumed_at=start.step if start.checkpoint else None,
+    )
+    resources.callback(monitor.close)
+    by_sample = settings.loss_scale == "samples"
+    job = LanguageJob(
+        recipe=recipe,
+        derived=derived,
+        world=world,
+        stop=stop,
+        engine=engine,
+        monitor=monitor,
+        mirror=mirror,
+        model=model,
+        target=target,
+        maker=RowMaker(model.positions, blanks, by_sample=by_sample),
+    )
+    held_out = world.checked(lambda: HeldOut(job, ready.reader, data.held_out))
+    source = RowSource(
+        data, row_order(recipe, data), ready.reader, rows_per_step=derived.samples_per_step, workers=recipe.data.workers
+    )
+    resources.callback(source.close)
+    return LanguageLoop(job, source, held_out, Exporter(job), Checkpoints(job), by_sample=by_sample, rejected=data.bad)
+
+
+def row_order(recipe: Recipe, data: LanguageData) -> RowOrder:
+    settings = recipe.data
+    return RowOrder(
+        data.training.lengths, settings.max_tokens, seed=recipe.run.seed, shuffle=settings.shuffle, pack=settings.pack
+    )
+
+
+def build_engine(recipe: Recipe, world: World, model: LanguageModel) -> DenoiserEngine:
+    """Wrap the network; from here on its forwards go through the engine."""
+    derived = derive(recipe, world.size)
+    engine = DenoiserEngine.build(
+        model.network,
+        recipe,
+        world,
+        lora_targets=model.default_lora_targets,
+        policies=engine_policies(recipe),
+        accumulation=derived.accumulation,
+        total_updates=derived.total_updates,
+        frozen=model.frozen(recipe.language.freeze),
+        counts_work=False,
+    )
+    model.forward_module = engine.forward_module
+    return engine
+
+
+def report(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> str:
+    """Return what `--check` prints when all is well. Raises UserError otherwise."""
+    start = find_start(recipe, world_size, overwrite=overwrite)
+    ready = made_ready(recipe, World.alone(), lambda _: contextlib.nullcontext())
+    if recipe.lora is not None and not adapted(recipe, ready.model):
+        named = ", ".join(recipe.lora.target_modules or [])
+        raise RecipeError(f"lora.target_modules: no linear layer ends with {named}")
+    lines = [
+        f"recipe                     {recipe.algorithm.name}, {'LoRA' if recipe.lora else 'all weights'}",
+        f"model                      {ready.model.path}, {ready.model.num_parameters / 1e9:.3g} billion parameters",
+        f"data                       {counted(recipe, ready.data)}",
+        f"output                     {beginning(start)}",
+        *derive(recipe, world_size).lines(),
+        "all checks passed",
+    ]
+    return "\n".join(lines)
+
+
+def summary(recipe: Recipe) -> str:
+    """Load model and data, and say what they are. Raises UserError."""
+    ready = made_ready(recipe, World.alone(), lambda _: contextlib.nullcontext())
+    return f"{ready.model.config.model_type}, {counted(recipe, ready.data)}"
+
+
+def counted(recipe: Recipe, data: LanguageData) -> str:
+    """Conversations, and how full the rows of the first epoch are."""
+    lengths, order = data.training.lengths, row_order(recipe, data)
+    num_rows = next(k for k in range(len(lengths) + 1) if order.place(k)[0] > 0)
+    return (
+        f"{len(lengths)} conversations, {len(data.held_out.lengths)} held out, {sum(data.bad.values())} left out; "
+        f"{sum(lengths)} tokens in {num_rows} rows, {sum(lengths) / (num_rows * recipe.data.max_tokens):.0%} full"
+    )
+
+
+def adapted(recipe: Recipe, model: LanguageModel) -> list[str]:
+    """The modules that the recipe's adapters would stand on."""
+    assert recipe.lora is not None
+    targets = recipe.lora.target_modules or model.default_lora_targets
+    names = [name for name, _ in model.network.named_modules()]
+    return [name for name in names if any(name == t or name.endswith(f".{t}") for t in targets)]
