@@ -61,6 +61,7 @@ setup(
         "diffusers>=0.42",
         "transformers>=5.0",
         "peft>=0.21",
+        "huggingface_hub>=2.4",
         "safetensors",
         "ftfy",  # without it diffusers encodes the prompts of Wan uncleaned, and does not say so
         "numpy",
