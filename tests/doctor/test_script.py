@@ -12,7 +12,8 @@ from wfm_ds import __version__
 from wfm_ds.distributed import hook
 from wfm_ds.doctor.script import mend, script_finding
 
-STOCK = f"#!{sys.executable}\nimport sys\nsys.stderr.write('unrecognized arguments')\nsys.exit(2)\n"
+# -S: no site, so no hook of the environment that runs the tests.
+STOCK = f"#!{sys.executable} -S\nimport sys\nsys.stderr.write('unrecognized arguments')\nsys.exit(2)\n"
 OURS = f"#!{sys.executable}\nprint('wfm_ds {__version__}')\n"
 
 
