@@ -54,6 +54,7 @@ def test_the_hook_is_one_line_that_asks_for_the_scripts_name_first():
 @pytest.mark.parametrize(
     ("text", "level", "says"),
     [(OURS, "ok", "knows -m"), (STOCK, "warning", "does not know -m"), ("no program", "warning", "does not run")],
+    ids=["ours", "DeepSpeed's", "none"],
 )
 def test_the_script_is_asked(tmp_path, text, level, says):
     found = script_finding(script(tmp_path / "bin", text))
