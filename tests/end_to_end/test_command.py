@@ -106,7 +106,7 @@ def test_every_emitted_tag_is_documented_and_nothing_else(finished):
     # Other algorithms' own, guidance, a clipped sum, every tenth step, rollouts by other processes, and what happens at
     # intervals do not occur in this run.
     elsewhere = re.compile(
-        r"sft/|dpo/|data/|policy/|ddrl/|ram/|dgpo/|kl/ema|loss/data|val/(loss|accuracy)|weights/"
+        r"sft/|dpo/|vlm/|data/|policy/|ddrl/|ram/|dgpo/|kl/ema|loss/data|val/(loss|(token_)?accuracy)|weights/"
         r"|reward/total/clipped_fraction"
         r"|time/((ema|survey)_forward|data_wait|encode|export|checkpoint|validation|rollout_wait|publish)"
         r"|rollout/(staleness|dropped|workers|candidates|refills|groups_dropped|regenerated)"
