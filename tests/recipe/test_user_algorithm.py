@@ -103,5 +103,5 @@ def test_a_module_that_is_not_there_is_named(tmp_path):
 
 def test_a_name_without_a_class_says_how_one_is_written(tmp_path):
     (tmp_path / "mine.yaml").write_text(RECIPE.replace("MODULE:Mine", "mine.Mine"))
-    with pytest.raises(RecipeError, match=r"expected one of sft, .*ddrl, package.module:Class, got 'mine.Mine'"):
+    with pytest.raises(RecipeError, match=r"expected one of sft, .*, package.module:Class, got 'mine.Mine'"):
         recipe_file.load(tmp_path / "mine.yaml")
