@@ -5,6 +5,7 @@ import yaml
 from PIL import Image
 
 from clips import write_clip
+from wfm_ds.command import init as command
 from wfm_ds.command.main import main
 from wfm_ds.models import registry
 from wfm_ds.recipe import file as recipe_file
@@ -23,6 +24,13 @@ def pictures(tmp_path):
         return folder
 
     return write
+
+
+def test_shapes_are_far_apart_from_four_thirds_on_either_way():
+    assert [command.is_far(size, (100, 100)) for size in ((100, 130), (130, 100), (100, 140), (140, 100))] == [
+        *(False, False),
+        *(True, True),
+    ]
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ Sections = dict[str, list[Line]]
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """What the stock pipeline says of itself."""
+    """Facts that a stock pipeline states of itself."""
 
     path: str
     title: str
@@ -50,7 +50,7 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """What was found in the data."""
+    """Findings in a folder of data."""
 
     told: str
     num_samples: int
@@ -181,7 +181,7 @@ def supervised(args: argparse.Namespace, model: Pipeline, media: Media) -> Secti
 
 
 def reinforced(args: argparse.Namespace, model: Pipeline) -> tuple[str, Sections]:
-    """What the prompts are, and a recipe that improves the model on them by one reward. Raises UserError for a folder,
+    """Read the prompts, and make a recipe that improves the model on them by one reward. Raises UserError for a folder,
     and as the prompt file and the reward's registry do."""
     from wfm_ds.data.prompts import load_prompts
     from wfm_reward import registry
