@@ -92,7 +92,6 @@ setup(
             "pytest",
             "pytest-xdist",
             "s3fs",
-            "datasets>=4",
             "moto[s3]",  # an S3 server for tests, with the two of the next line
             "flask",
             "flask-cors",
