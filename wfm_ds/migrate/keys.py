@@ -144,7 +144,7 @@ ROWS = (
     Row(f"{REMOTE}.reward_clip_max", "reward.clip", rewards.reward_clip, default=5.0, modes=(NFT,)),
     Row(f"{REMOTE}.scale", "reward.scale", modes=(NFT,)),
     # ---- vision-language models
-    Row(vlm.ANNOTATIONS, "data.path", vlm.annotations, modes=(VLM_SFT,)),
+    Row(vlm.ANNOTATIONS, "data.path", vlm.annotation_file, modes=(VLM_SFT,)),
     Row("custom.dataset.media_path", "data.media_path", vlm.media_folder, modes=(VLM_SFT,)),
     Row("custom.dataset.system_prompt", "data.system_prompt", vlm.system_turn, modes=(VLM_SFT,)),
     Row("policy.model_max_length", "data.max_tokens", default=4096, modes=(VLM_SFT,)),

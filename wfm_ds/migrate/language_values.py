@@ -12,7 +12,7 @@ from wfm_ds.migrate.config import CosmosConfig, NoCounterpart
 ANNOTATIONS = "custom.dataset.annotation_path"
 
 
-def annotations(value: str, source: CosmosConfig) -> str:
+def annotation_file(value: str, source: CosmosConfig) -> str:
     if not value:
         raise NoCounterpart("it is empty")
     source.note(

@@ -99,7 +99,7 @@ def migrate(config: Mapping[str, Any], *, steps: int | None = None) -> Migration
 
 
 def needed(mode: str) -> dict[str, str]:
-    """What every recipe of the mode must say, and what belongs there."""
+    """Keys that every recipe of the mode must have, and what belongs there."""
     if mode == VLM_SFT:
         kept = {key: what for key, what in NEEDED.items() if not key.startswith("sampling.")}
         return kept | NEEDED_FOR_LANGUAGE
