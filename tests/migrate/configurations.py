@@ -129,6 +129,54 @@ name = "mine"
 load_path = "/models/Cosmos-Predict2.5-2B"
 """
 
+REASONER_SFT = """
+redis = "12800"
+[custom.dataset]
+annotation_path = "/data/driving/train.json"
+media_path = "/data/driving/clips"
+system_prompt = "Answer briefly."
+[custom.vision]
+fps = 2
+max_pixels = 81920
+[train]
+output_dir = "outputs/driving"
+max_num_steps = 250
+epoch = 3
+epsilon = 1e-8
+optm_lr = 2e-5
+optm_decay_type = "linear"
+compile = false
+train_batch_per_replica = 32
+[policy]
+model_name_or_path = "nvidia/Cosmos-Reason2-2B"
+model_max_length = 8192
+model_gradient_checkpointing = true
+[logging]
+logger = ["console", "wandb"]
+project_name = "driving"
+experiment_name = "first"
+[train.train_policy]
+type = "sft"
+mini_batch = 2
+conversation_column_name = "conversations"
+dataset.test_size = 0.1
+dataloader_num_workers = 8
+dataloader_prefetch_factor = 8
+enable_dataset_cache = false
+[train.ckpt]
+enable_checkpoint = true
+save_freq = 50
+save_mode = "async"
+[validation]
+enable = true
+freq = 100
+[policy.parallelism]
+tp_size = 1
+cp_size = 1
+dp_shard_size = 8
+pp_size = 1
+"""
+
 
 def put(config, key, value):
     """Set a dotted key; None removes it."""

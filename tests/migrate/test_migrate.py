@@ -5,18 +5,18 @@ import tomllib
 
 import pytest
 
-from migrate.configurations import COSMOS_DDRL, SANA_VIDEO_SFT, SD3_NFT, SD3_SFT_LORA, put
+from migrate.configurations import COSMOS_DDRL, REASONER_SFT, SANA_VIDEO_SFT, SD3_NFT, SD3_SFT_LORA, put
 from wfm_ds.errors import RecipeError
 from wfm_ds.migrate import dropped as migrate_gone
 from wfm_ds.migrate import keys as migrate_keys
 from wfm_ds.migrate.command import main
-from wfm_ds.migrate.config import DDRL, NFT, SFT, WFM_SFT
+from wfm_ds.migrate.config import DDRL, NFT, SFT, VLM_SFT, WFM_SFT
 from wfm_ds.migrate.translation import check, flatten, mend, migrate, mode_of, render
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.run.folder import flat
 
-TEXTS = {SFT: SD3_SFT_LORA, NFT: SD3_NFT, DDRL: COSMOS_DDRL}
+TEXTS = {SFT: SD3_SFT_LORA, NFT: SD3_NFT, DDRL: COSMOS_DDRL, VLM_SFT: REASONER_SFT}
 TEXTS[WFM_SFT] = COSMOS_DDRL.replace("[model.rl]", "[model.rl]\nenabled = false")
 
 
@@ -28,7 +28,7 @@ def recipe_of(config, folder):
 
 @pytest.mark.parametrize("mode", TEXTS)
 def test_a_configuration_becomes_a_valid_recipe_of_its_algorithm(mode, tmp_path):
-    names = {SFT: "sft", NFT: "diffusion_nft", DDRL: "ddrl", WFM_SFT: "sft"}
+    names = {SFT: "sft", NFT: "diffusion_nft", DDRL: "ddrl", WFM_SFT: "sft", VLM_SFT: "vlm_sft"}
     config = tomllib.loads(TEXTS[mode])
     migration = migrate(config)
     check(migration, render(migration, "config.toml"))
@@ -197,6 +197,15 @@ CHANGES = {
     f"{POLICY}.dataset.split": ("test", {}),
     f"{POLICY}.dataset.test_size": (0.25, {}),
     f"{POLICY}.dataloader_shuffle": (False, {}),
+    f"{POLICY}.dataloader_num_workers": (5, {}),
+    "custom.dataset.annotation_path": ("/other.jsonl", {}),
+    "custom.dataset.media_path": ("/other", {}),
+    "custom.dataset.system_prompt": ("Answer at length.", {}),
+    "custom.vision.fps": (4, {}),
+    "custom.vision.max_frames": (32, {}),
+    "custom.vision.min_pixels": (784, {}),
+    "custom.vision.max_pixels": (50176, {}),
+    "policy.model_max_length": (1024, {}),
     f"{DIFFUSERS}.inference_size": ([256, 320], {}),
     f"{DIFFUSERS}.train_frames": (17, {f"{DIFFUSERS}.is_video": True}),
     f"{SAMPLE}.num_steps": (5, {}),

@@ -1,4 +1,4 @@
-"""`python -m wfm_ds.migrate config.toml > recipe.yaml`: a Cosmos-RL configuration of a diffusion model as a recipe.
+"""`python -m wfm_ds.migrate config.toml > recipe.yaml`: a Cosmos-RL configuration as a recipe.
 
 Exit codes: 0 for a complete recipe; 2 for an incomplete one or a configuration that cannot be read, and standard error
 says what to do.

@@ -9,6 +9,7 @@ from typing import Any
 from wfm_ds.errors import RecipeError
 
 SFT, NFT, DDRL, WFM_SFT = "SFT", "DiffusionNFT", "DDRL", "SFT of the wfm mode"
+VLM_SFT = "SFT of a vision-language model"
 
 
 class NoCounterpart(RecipeError):

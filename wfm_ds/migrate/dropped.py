@@ -5,6 +5,10 @@ A key that is in neither table is unknown, and is reported as that.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from wfm_ds.migrate.config import SFT, VLM_SFT
+
 LANGUAGE = "it is about language models"
 LAUNCHER = "the launcher says how many ranks there are: deepspeed --num_gpus N, or --hostfile FILE"
 ZERO_SHARDS = "not available: ZeRO cuts weights (engine.deepspeed), engine.sequence_parallel cuts tokens"
@@ -28,7 +32,7 @@ STORAGE = "checkpoint.storage: s3://BUCKET/FOLDER keeps a copy of all that a run
 # Table, its keys (`*`: whatever it holds), reason.
 _ROWS = (
     ("", "redis mode eth_ips", ONE_PROGRAM),
-    ("", "custom", "your own scripts read it"),
+    ("", "custom custom.*", "your own scripts read it"),
     ("", "profiler.*", MISSING),
     ("", "distillation.* vla.*", LANGUAGE),
     ("policy", "is_diffusers", ALWAYS),
@@ -177,10 +181,55 @@ _ROWS = (
     ("checkpoint", "load_ema_to_reg dcp_allow_mismatched_size jit.*", MISSING),
     ("checkpoint", "save_to_object_store.* load_from_object_store.*", STORAGE),
 )
-GONE = {f"{table}.{key}".strip("."): reason for table, keys, reason in _ROWS for key in keys.split()}
+
+# What is another reason, or a reason at all, for vision-language models.
+RL_OF_LANGUAGE = "RL of language models is not available"
+NO_PADDING = "conversations of a micro-batch stand side by side in one row, without padding"
+_OF_LANGUAGE = (
+    ("", "distillation.* vla.*", MISSING),
+    ("policy", "is_diffusers", "the model is a language model"),
+    ("policy", "trainable_map freeze_pattern trainable_pattern", "algorithm.freeze names the parts that stay"),
+    ("policy", "enable_liger_kernel enable_liger_cross_entropy", "logits are made of labelled tokens alone"),
+    ("policy", "enable_liger_fused_cross_entropy", "logits are made of labelled tokens alone"),
+    ("policy", "aux_loss_coeff", MISSING),
+    ("policy.parallelism", "cp_size cp_rotate_method", "a conversation stays on one rank"),
+    ("train", "sequence_packing max_token_len_per_mini_batch", NO_PADDING),
+    ("train", "compile", "rows have another length each time"),
+    ("train", "fa_version", "FlashAttention 2 is used where it is installed"),
+    ("train", "ema_enable ema_decay ema_update_step_interval", "of diffusion models there; here the section `ema`"),
+    ("train", "local_dataset force_use_hf", "data.path names files of this machine"),
+    ("custom.dataset", "path", "write its rows as .jsonl annotations, and name them in data.path"),
+    ("custom.vision", "nframes", "videos give data.video.fps frames a second, at most data.video.max_frames"),
+    ("custom.vision", "min_frames video_start video_end", "videos are taken whole"),
+    ("custom.vision", "resized_height resized_width", "media keep their shape: data.pixels bounds their size"),
+    ("custom.vision", "total_pixels", "data.video.total_pixels auto is what their script puts in its place"),
+    ("train.train_policy", "dataset.name dataset.split dataset.subset dataset.revision", "data.path names annotations"),
+    ("train.train_policy", "dataset.local_dir", "data.path names annotations"),
+    ("train.train_policy", "enable_dataset_cache", "lengths are measured anew from headers, and nothing else is kept"),
+    ("train.train_policy", "conversation_column_name", "a row has `conversations` or `messages`"),
+    ("train.train_policy", "system_prompt", "data.system_prompt"),
+    ("train.train_policy", "balance_dp_token max_token_len_per_mini_batch", NO_PADDING),
+    ("validation", "batch_size", "a micro-batch has engine.micro_batch_size rows"),
+    ("validation", "dataset.local_dir", "validation.path names annotations"),
+    ("validation", "n_generation", RL_OF_LANGUAGE),
+    ("logging", "multi_modal_log_interval", RL_OF_LANGUAGE),
+)
 
 
-def reason_for(key: str) -> str | None:
-    """Why a recipe lacks this key; None where nobody has heard of it."""
+def _by_key(rows: Iterable[tuple[str, str, str]]) -> dict[str, str]:
+    return {f"{table}.{key}".strip("."): reason for table, keys, reason in rows for key in keys.split()}
+
+
+GONE, GONE_OF_LANGUAGE = _by_key(_ROWS), _by_key(_OF_LANGUAGE)
+
+
+def reason_for(key: str, mode: str = SFT) -> str | None:
+    """Why a recipe of this mode lacks the key; None where nobody has heard of it."""
     tables = [key.rpartition(".")[0] if n == 0 else ".".join(key.split(".")[:n]) for n in range(len(key.split(".")))]
-    return next((GONE[name] for name in (key, *(f"{t}.*" for t in tables)) if name in GONE), None)
+    names = (key, *(f"{t}.*" for t in tables))
+    if mode != VLM_SFT:
+        return next((GONE[name] for name in names if name in GONE), None)
+    if key.startswith(("custom.dataset.", "custom.vision.")):  # here the table is no script's own
+        return GONE_OF_LANGUAGE.get(key)
+    reason = next((table[name] for table in (GONE_OF_LANGUAGE, GONE) for name in names if name in table), None)
+    return RL_OF_LANGUAGE if reason == LANGUAGE else reason

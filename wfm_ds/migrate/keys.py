@@ -1,7 +1,8 @@
 """The keys of a Cosmos-RL configuration and their names in a recipe: the table that `python -m wfm_ds.migrate` reads.
 
 Cosmos-RL has two configurations of diffusion models: that of its diffusers trainers (`[policy]`, `[train]`, ...) for
-SFT and DiffusionNFT, and that of its `--wfm-mode` (`[model]`, `[trainer]`, ...) for DDRL and SFT.
+SFT and DiffusionNFT, and that of its `--wfm-mode` (`[model]`, `[trainer]`, ...) for DDRL and SFT. Vision-language
+models have the first one, with `[custom.dataset]` and `[custom.vision]` for the script that reads their annotations.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from wfm_ds.migrate import language_values as vlm
 from wfm_ds.migrate import length, rewards
 from wfm_ds.migrate import values as to
 from wfm_ds.migrate import wfm_values as wfm
-from wfm_ds.migrate.config import DDRL, NFT, SFT, WFM_SFT, Convert, one_of
+from wfm_ds.migrate.config import DDRL, NFT, SFT, VLM_SFT, WFM_SFT, Convert, one_of
 from wfm_ds.migrate.rewards import WFM_REWARD
 from wfm_ds.migrate.wfm_values import VIDEO_DATA
 
 DIFFUSERS, WFM = (SFT, NFT), (DDRL, WFM_SFT)
+TRAINERS = (*DIFFUSERS, VLM_SFT)
 ABSENT = object()  # no default; any value may be one
 
 
@@ -34,7 +37,7 @@ class Row:
     ours: str | tuple[str, ...]
     convert: Convert = lambda value, _: value
     default: Any = ABSENT
-    modes: Sequence[str] = DIFFUSERS
+    modes: Sequence[str] = TRAINERS
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -55,19 +58,25 @@ EDM_SOLVER = one_of({"2ab": "edm_2ab", "1euler": "edm_euler"})
 ROWS = (
     Row("policy.model_name_or_path", "model.path", to.folder_of_model),
     Row("policy.model_gradient_checkpointing", "model.gradient_checkpointing", default=True),
-    Row("policy.diffusers.max_prompt_length", "model.max_sequence_length", default=300),
+    Row("policy.diffusers.max_prompt_length", "model.max_sequence_length", default=300, modes=DIFFUSERS),
     Row("train.param_dtype", "model.dtype", DTYPE),
-    Row("policy.diffusers.training_dtype", "model.dtype", DTYPE),
+    Row("policy.diffusers.training_dtype", "model.dtype", DTYPE, modes=DIFFUSERS),
     Row("policy.lora.r", "lora.rank", default=8),
     Row("policy.lora.lora_alpha", "lora.alpha", default=8),
     Row("policy.lora.target_modules", "lora.target_modules", to.lora_targets),
     Row("policy.lora.init_lora_weights", "lora.init", LORA_INIT, default=True),
     Row("policy.parallelism.dp_shard_size", "engine.deepspeed", to.zero_stage, default=1),
     Row("policy.parallelism.dp_replicate_size", "engine.deepspeed", to.zero_stage, default=1),
-    Row("policy.parallelism.cp_size", "engine.sequence_parallel", default=1),
+    Row("policy.parallelism.cp_size", "engine.sequence_parallel", default=1, modes=DIFFUSERS),
     Row("train.fsdp_offload", "engine.deepspeed", to.zero_stage, default=False),
     Row("train.train_policy.mini_batch", "engine.micro_batch_size", default=2),
-    Row("train.train_batch_per_replica", "engine.gradient_accumulation", to.accumulation, default=8, modes=(SFT,)),
+    Row(
+        "train.train_batch_per_replica",
+        "engine.gradient_accumulation",
+        to.accumulation,
+        default=8,
+        modes=(SFT, VLM_SFT),
+    ),
     Row("train.train_batch_per_replica", "rollout.prompts_per_step", to.prompts_per_step, default=8, modes=(NFT,)),
     Row("policy.parallelism.n_init_replicas", "rollout.prompts_per_step", to.prompts_per_step, 1, modes=(NFT,)),
     Row("rollout.n_generation", "rollout.group_size", default=16, modes=(NFT,)),
@@ -81,9 +90,9 @@ ROWS = (
     Row("train.optm_warmup_steps", "optimizer.warmup_steps", to.warmup, default=20),
     Row("train.optm_decay_type", "optimizer.schedule", to.schedule),
     Row("train.optm_min_lr_factor", "optimizer.final_lr_fraction"),
-    Row("train.ema_enable", "ema.decay", to.ema_switch, default=False),
-    Row("train.ema_decay", "ema.decay", to.of_ema, default=0.9999),
-    Row("train.ema_update_step_interval", "ema.every", to.ema_interval, default=0),
+    Row("train.ema_enable", "ema.decay", to.ema_switch, default=False, modes=DIFFUSERS),
+    Row("train.ema_decay", "ema.decay", to.of_ema, default=0.9999, modes=DIFFUSERS),
+    Row("train.ema_update_step_interval", "ema.every", to.ema_interval, default=0, modes=DIFFUSERS),
     Row("train.max_num_steps", "run.steps", length.run_steps),
     Row("train.epoch", "run.steps", length.run_steps, default=1),
     Row("train.output_dir", "run.output_dir", default="./outputs"),
@@ -96,22 +105,22 @@ ROWS = (
     Row("validation.enable", "validation.every", to.validate_every, default=False),
     Row("validation.freq", "validation.every", to.validate_every, default=20),
     Row("validation.val_before_train", "validation.at_start", to.validate_at_start, default=False),
-    Row("validation.n_generation", "validation.seeds", to.seeds),
-    Row("validation.dataset.local_dir", "validation.prompts", to.prompt_file),
+    Row("validation.n_generation", "validation.seeds", to.seeds, modes=DIFFUSERS),
+    Row("validation.dataset.local_dir", "validation.prompts", to.prompt_file, modes=DIFFUSERS),
     Row("logging.logger", "logging.console", to.has_console),
-    Row("logging.multi_modal_log_interval", "logging.sample_every"),
+    Row("logging.multi_modal_log_interval", "logging.sample_every", modes=DIFFUSERS),
     Row("train.train_policy.dataset.name", ("data.name", "data.path"), lambda name, _: (name, name), modes=(NFT,)),
-    Row("train.train_policy.dataset.local_dir", "data.path"),
+    Row("train.train_policy.dataset.local_dir", "data.path", modes=DIFFUSERS),
     Row("train.train_policy.dataset.split", "data.split", to.split, modes=(NFT,)),
     Row("train.train_policy.dataset.test_size", "validation.holdout", modes=(SFT,)),
     Row("train.train_policy.dataloader_shuffle", "data.shuffle", default=True),
-    Row("policy.diffusers.inference_size", SIZE, lambda v, _: v, [1024, 1024]),
-    Row("policy.diffusers.train_frames", "sampling.num_frames", to.frames, default=41),
-    Row("policy.diffusers.inference_frames", "sampling.num_frames", to.shown_frames),
+    Row("policy.diffusers.inference_size", SIZE, lambda v, _: v, [1024, 1024], modes=DIFFUSERS),
+    Row("policy.diffusers.train_frames", "sampling.num_frames", to.frames, default=41, modes=DIFFUSERS),
+    Row("policy.diffusers.inference_frames", "sampling.num_frames", to.shown_frames, modes=DIFFUSERS),
     Row("policy.diffusers.sample.num_steps", "sampling.steps", default=40, modes=(NFT,)),
     Row("policy.diffusers.sample.num_steps", "sampling.eval_steps", default=40, modes=(SFT,)),
     Row("policy.diffusers.sample.eval_num_steps", "sampling.eval_steps", default=40, modes=(NFT,)),
-    Row("policy.diffusers.sample.guidance_scale", "sampling.guidance_scale", to.guidance, default=4.5),
+    Row("policy.diffusers.sample.guidance_scale", "sampling.guidance_scale", to.guidance, default=4.5, modes=DIFFUSERS),
     Row("policy.diffusers.sample.solver", "sampling.solver", to.solver, default="dpm2", modes=(NFT,)),
     Row("policy.diffusers.sample.deterministic_sampling", "sampling.solver", to.solver, default=False, modes=(NFT,)),
     Row("policy.diffusers.sample.noise_level", "sampling.noise_level", to.noise_level, default=1.0, modes=(NFT,)),
@@ -134,6 +143,17 @@ ROWS = (
     Row(f"{REMOTE}.reward_clip_min", "reward.clip", rewards.reward_clip, default=-5.0, modes=(NFT,)),
     Row(f"{REMOTE}.reward_clip_max", "reward.clip", rewards.reward_clip, default=5.0, modes=(NFT,)),
     Row(f"{REMOTE}.scale", "reward.scale", modes=(NFT,)),
+    # ---- vision-language models
+    Row(vlm.ANNOTATIONS, "data.path", vlm.annotation_file, modes=(VLM_SFT,)),
+    Row("custom.dataset.media_path", "data.media_path", vlm.media_folder, modes=(VLM_SFT,)),
+    Row("custom.dataset.system_prompt", "data.system_prompt", vlm.system_turn, modes=(VLM_SFT,)),
+    Row("policy.model_max_length", "data.max_tokens", default=4096, modes=(VLM_SFT,)),
+    Row("custom.vision.min_pixels", "data.pixels", vlm.pixels, modes=(VLM_SFT,)),
+    Row("custom.vision.max_pixels", "data.pixels", vlm.pixels, modes=(VLM_SFT,)),
+    Row("custom.vision.fps", "data.video", vlm.video, default=1, modes=(VLM_SFT,)),
+    Row("custom.vision.max_frames", "data.video", vlm.video, modes=(VLM_SFT,)),
+    Row("train.train_policy.dataloader_num_workers", "data.workers", vlm.readers, modes=(VLM_SFT,)),
+    Row("train.train_policy.dataset.test_size", "validation.holdout", vlm.holdout, modes=(VLM_SFT,)),
     # ---- the wfm mode
     Row("checkpoint.load_path", "model.path", to.folder_of_model, modes=WFM),
     Row("checkpoint.load_path", "model.denoiser_init", wfm.random_weights, default="", modes=WFM),
@@ -224,15 +244,20 @@ FIXED: dict[str, dict[str, Any]] = {
         "algorithm.std_unbiased": True,
         "data.kind": "cosmos",
     },
+    VLM_SFT: {"algorithm.name": "vlm_sft", "data.kind": "llava", "data.pack": False},
     WFM_SFT: {"algorithm.name": "sft", "algorithm.flow_shift": 1.0, "data.kind": "cosmos"},
 }
 
 # Tables that are one value each, because their keys are the user's own names.
-WHOLE = (f"{REMOTE}.reward_fn", "train.optm_lr", "policy.lora.alpha_pattern", "policy.lora.r_pattern", "custom")
+WHOLE = (f"{REMOTE}.reward_fn", "train.optm_lr", "policy.lora.alpha_pattern", "policy.lora.r_pattern")
 
 # Older and misspelt names: the key that is meant, and what Cosmos-RL does with the name.
 MOVED = {"policy.diffusers_config": "policy.diffusers", "policy.diffusers.lora": "policy.lora"}
+_OLDER = "present versions have it there"
 MISSPELT = {
+    "train.enable_validation": ("validation.enable", _OLDER),
+    "train.validation_step": ("validation.freq", _OLDER),
+    "train.validation_batch_per_replica": ("validation.batch_size", _OLDER),
     "policy.diffusers.timestep_fraction": (
         "policy.diffusers.timesteps_fraction",
         "Cosmos-RL does not know this spelling and trained on all timesteps (1.0)",

@@ -11,7 +11,8 @@ from typing import Any
 
 from wfm_ds.data.prompts import load_prompts
 from wfm_ds.errors import DataError
-from wfm_ds.migrate.config import SFT, CosmosConfig, NoCounterpart
+from wfm_ds.migrate import language_values
+from wfm_ds.migrate.config import SFT, VLM_SFT, CosmosConfig, NoCounterpart
 from wfm_ds.migrate.values import data_ranks, split
 
 POLICY = "train.train_policy"
@@ -39,7 +40,7 @@ def steps_of_epochs(source: CosmosConfig) -> int | None:
     if samples is None or ranks is None:
         return None
     epochs, batch = int(source["train.epoch"]), int(source["train.train_batch_per_replica"])
-    if source.mode == SFT:
+    if source.mode in (SFT, VLM_SFT):
         whole = math.floor if source.given.get(f"{POLICY}.dataloader_drop_last", True) else math.ceil
         return epochs * int(whole(math.ceil(samples / ranks) / batch))
     replicas = int(source["policy.parallelism.n_init_replicas"])
@@ -47,7 +48,9 @@ def steps_of_epochs(source: CosmosConfig) -> int | None:
 
 
 def num_samples(source: CosmosConfig) -> int | None:
-    """Captioned media (SFT) or prompts (RL); None where their folder is not on this machine."""
+    """Captioned media or conversations (SFT) or prompts (RL); None where they are not on this machine."""
+    if source.mode == VLM_SFT:
+        return language_values.count(source)
     folder = data_folder(source)
     if folder is None or not Path(folder).is_dir():
         return None
@@ -61,7 +64,7 @@ def num_samples(source: CosmosConfig) -> int | None:
 
 
 def data_folder(source: CosmosConfig) -> str | None:
-    for key in (f"{POLICY}.dataset.local_dir", f"{POLICY}.dataset.name"):
+    for key in (language_values.ANNOTATIONS, f"{POLICY}.dataset.local_dir", f"{POLICY}.dataset.name"):
         if source.given.get(key):
             return str(source.given[key])
     return None

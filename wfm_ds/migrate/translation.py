@@ -1,4 +1,4 @@
-"""A Cosmos-RL configuration of a diffusion model as a recipe.
+"""A Cosmos-RL configuration of a diffusion model or a vision-language model as a recipe.
 
 Each of its keys becomes a key of the recipe, or a comment says why it does not.
 """
@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from wfm_ds.errors import RecipeError
-from wfm_ds.migrate.config import DDRL, NFT, SFT, WFM_SFT, CosmosConfig, NoCounterpart
+from wfm_ds.migrate.config import DDRL, NFT, SFT, VLM_SFT, WFM_SFT, CosmosConfig, NoCounterpart
 from wfm_ds.migrate.dropped import reason_for
 from wfm_ds.migrate.keys import ABSENT, FIXED, MISSPELT, MOVED, ROWS, WHOLE, Row
+from wfm_ds.migrate.language_values import ANNOTATIONS
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.yaml_text import to_yaml
@@ -28,6 +29,10 @@ NEEDED = {
     "data.path": "the folder of the training data",
     "sampling.height": "pixels",
     "sampling.width": "pixels",
+}
+NEEDED_FOR_LANGUAGE = {
+    "model.path": "the folder of a vision-language model",
+    "data.path": "the annotations, a .json or .jsonl file, a folder or a list of them",
 }
 NEEDED_FOR_RL = {"reward.functions": "the rewards, such as [{name: ocr}]"}
 
@@ -64,7 +69,7 @@ def read(path: Path) -> dict[str, Any]:
 def migrate(config: Mapping[str, Any], *, steps: int | None = None) -> Migration:
     """The recipe of a configuration, `steps` long if they are given.
 
-    Raises RecipeError when it trains no diffusion model.
+    Raises RecipeError when it trains neither a diffusion model nor a vision-language model on annotations.
     """
     given, mended = mend(flatten(config))
     mode = mode_of(given)
@@ -82,16 +87,23 @@ def migrate(config: Mapping[str, Any], *, steps: int | None = None) -> Migration
     migration.gone = {key: reason for key, reason in migration.gone.items() if key not in used}
     for key in given.keys() - {row.theirs for row in rows}:
         others = sorted({other for row in ROWS if row.theirs == key for other in row.modes})
-        reason = reason_for(key) or (f"{mode} does not read it, {' and '.join(others)} does" if others else None)
+        reason = reason_for(key, mode) or (f"{mode} does not read it, {' and '.join(others)} does" if others else None)
         if reason is None:
             migration.unknown.append(key)
         else:
             migration.gone[key] = reason
     places = {key: place for place, row in enumerate(rows) for key in row.targets}
     migration.values = dict(sorted(migration.values.items(), key=lambda item: places.get(item[0], -1)))
-    needed = NEEDED | (NEEDED_FOR_RL if mode in (NFT, DDRL) else {})
-    migration.missing = {key: what for key, what in needed.items() if key not in migration.values}
+    migration.missing = {key: what for key, what in needed(mode).items() if key not in migration.values}
     return migration
+
+
+def needed(mode: str) -> dict[str, str]:
+    """Keys that every recipe of the mode must have, and what belongs there."""
+    if mode == VLM_SFT:
+        kept = {key: what for key, what in NEEDED.items() if not key.startswith("sampling.")}
+        return kept | NEEDED_FOR_LANGUAGE
+    return NEEDED | (NEEDED_FOR_RL if mode in (NFT, DDRL) else {})
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -125,16 +137,21 @@ def mend(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def mode_of(given: Mapping[str, Any]) -> str:
-    """The algorithm and the trainer that the configuration is for. Raises RecipeError for language models."""
+    """The algorithm and the trainer that the configuration is for. Raises RecipeError where it is for none of ours."""
     tables = {key.partition(".")[0] for key in given}
     if tables & {"model", "trainer", "dataloader_train"}:
         return DDRL if given.get("model.rl.enabled", True) else WFM_SFT
     is_diffusers = given.get("policy.is_diffusers", any(key.startswith("policy.diffusers.") for key in given))
-    if not is_diffusers:
-        raise RecipeError("the configuration trains no diffusion model: policy.is_diffusers is not true")
     policy = "train.train_policy"
     kind = given.get(f"{policy}.type", "grpo" if f"{policy}.kl_beta" in given else "sft")
     trainer = given.get(f"{policy}.trainer_type", "sft" if kind == "sft" else "grpo")
+    if not is_diffusers and kind == "sft" and reads_images(given):
+        return VLM_SFT
+    if not is_diffusers:
+        raise RecipeError(
+            "the configuration trains no diffusion model: policy.is_diffusers is not true. Of language models, SFT on "
+            f"LLaVA annotations is read ({ANNOTATIONS}, {policy}.type sft)"
+        )
     if kind == "sft":
         return SFT
     if trainer == "diffusion_nft":
@@ -142,6 +159,12 @@ def mode_of(given: Mapping[str, Any]) -> str:
     raise RecipeError(
         f"{policy}.trainer_type is {trainer!r}: RL for diffusers pipelines is read for diffusion_nft only"
     )
+
+
+def reads_images(given: Mapping[str, Any]) -> bool:
+    """The language model is one of images and videos: it has LLaVA annotations, or the name says so."""
+    name = str(given.get("policy.model_name_or_path", "")).lower()
+    return ANNOTATIONS in given or any(word in name for word in ("-vl", "cosmos-reason"))
 
 
 def meant(row: Row, source: CosmosConfig) -> bool:

@@ -1,0 +1,122 @@
+"""Configurations of vision-language models as recipes: the published form, and what is said where it cannot be."""
+
+import json
+import tomllib
+
+import pytest
+
+from migrate.configurations import REASONER_SFT, put
+from wfm_ds.errors import RecipeError
+from wfm_ds.migrate.command import main
+from wfm_ds.migrate.translation import migrate, mode_of
+from wfm_ds.recipe import file as recipe_file
+
+DATA, POLICY = "custom.dataset", "train.train_policy"
+
+
+def migrated(**changes):
+    config = tomllib.loads(REASONER_SFT)
+    for key, value in changes.items():
+        put(config, key, value)
+    return migrate(config)
+
+
+def test_the_command_writes_a_recipe_that_runs(tmp_path, capsys):
+    (tmp_path / "llava_sft.toml").write_text(REASONER_SFT)
+    assert main([str(tmp_path / "llava_sft.toml")]) == 0
+    (tmp_path / "recipe.yaml").write_text(capsys.readouterr().out)
+    recipe = recipe_file.load(tmp_path / "recipe.yaml")
+    assert recipe.language.name == "vlm_sft"
+    assert (recipe.data.kind, recipe.data.path, recipe.data.media_path) == (
+        *("llava", "/data/driving/train.json"),
+        "/data/driving/clips",
+    )
+    assert (recipe.data.system_prompt, recipe.data.max_tokens, recipe.data.pack) == ("Answer briefly.", 8192, False)
+    assert (recipe.data.video.fps, recipe.data.pixels.max, recipe.data.workers) == (2, 81920, 8)
+    assert (recipe.engine.micro_batch_size, recipe.engine.gradient_accumulation) == (2, 16)
+    assert (recipe.engine.deepspeed, recipe.run.steps, recipe.model.path) == ("zero3", 250, "models/Cosmos-Reason2-2B")
+    assert (recipe.optimizer.lr, recipe.optimizer.eps, recipe.optimizer.warmup_steps) == (2e-5, 1e-8, 20)
+    assert (recipe.checkpoint.every, recipe.validation.every, recipe.validation.holdout) == (50, 100, 0.1)
+
+
+def test_a_configuration_that_says_little_gets_the_values_assumed_there(tmp_path, capsys):
+    """And what it lacks for a run is asked for: a length, and annotations that another script finds."""
+    (tmp_path / "sft.toml").write_text("""
+[train]
+train_batch_per_replica = 32
+[policy]
+model_name_or_path = "Qwen/Qwen2.5-VL-7B-Instruct"
+[train.train_policy]
+type = "sft"
+mini_batch = 4
+""")
+    assert main([str(tmp_path / "sft.toml")]) == 2
+    out, err = capsys.readouterr()
+    assert err == "error: the recipe is not complete, fill in run.steps, data.path\n"
+    assert "  # path: FILL IN, the annotations, a .json" in out
+    for part in ("max_tokens: 4096", "fps: 1.0", "lr: 1.0e-06", "deepspeed: zero2", "gradient_accumulation: 8"):
+        assert part in out
+
+
+def test_adapters_keep_rank_and_targets():
+    lora = {"r": 32, "lora_alpha": 64, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0}
+    migration = migrated(**{"policy.lora": lora})
+    names = ("lora.rank", "lora.alpha", "lora.target_modules", "engine.deepspeed")
+    assert [migration.values[name] for name in names] == [32, 64, ["q_proj", "v_proj"], "zero2"]
+    assert migration.gone["policy.lora.lora_dropout"] == "not available"
+    every = migrated(**{"policy.lora": {"r": 4, "target_modules": "all-linear"}})
+    assert "lora.target_modules" not in every.values
+    assert "policy.lora.target_modules" in every.gone
+
+
+def test_empty_words_stay_away():
+    migration = migrated(**{f"{DATA}.media_path": "", f"{DATA}.system_prompt": ""})
+    assert {"data.media_path", "data.system_prompt"}.isdisjoint(migration.values)
+    assert migration.gone.keys() >= {f"{DATA}.media_path", f"{DATA}.system_prompt"}
+
+
+def test_older_names_of_validation_are_mended():
+    older = {"validation": None, "train.enable_validation": True, "train.validation_step": 30}
+    migration = migrated(**older)
+    assert migration.values["validation.every"] == 30
+    assert any("train.validation_step is read as validation.freq" in line for line in migration.mended)
+
+
+def test_unknown_keys_are_named_in_the_tables_of_the_script_too():
+    migration = migrated(**{f"{DATA}.annotaton_path": "x", "custom.vision.fsp": 2, f"{POLICY}.minibatch": 2})
+    assert sorted(migration.unknown) == [f"{DATA}.annotaton_path", "custom.vision.fsp", f"{POLICY}.minibatch"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("custom.vision.nframes", 8, "data.video.fps"),
+        ("custom.vision.resized_height", 540, "data.pixels"),
+        ("policy.parallelism.cp_size", 2, "stays on one rank"),
+        ("train.sequence_packing", True, "without padding"),
+        ("policy.freeze_pattern", ["visual"], "algorithm.freeze"),
+        (f"{POLICY}.dataset.test_size", 1, "a share"),
+        (f"{POLICY}.temperature", 1.0, "RL of language models"),
+        ("rollout.n_generation", 8, "DiffusionNFT does"),
+        ("custom.mine.name", "a", "your own scripts"),
+    ],
+)
+def test_what_has_no_counterpart_has_the_reason_of_this_mode(key, value, reason):
+    assert reason in migrated(**{key: value}).gone[key]
+
+
+def test_epochs_of_annotations_on_this_machine_are_counted(tmp_path):
+    (tmp_path / "train.json").write_text(json.dumps([{"conversations": []}] * 700))
+    here = {f"{DATA}.annotation_path": str(tmp_path / "train.json"), "train.max_num_steps": None}
+    # 700 conversations on 8 ranks: 88 each, so 2 batches of 32 in each of 3 epochs.
+    assert migrated(**here).values["run.steps"] == 6
+    elsewhere = migrated(**here | {f"{DATA}.annotation_path": "/nowhere.json"})
+    assert "/nowhere.json cannot be counted" in elsewhere.gone["train.epoch"]
+
+
+def test_rl_of_the_reasoner_and_models_of_text_are_refused():
+    base = {"custom.dataset.annotation_path": "x", "policy.model_name_or_path": "nvidia/Cosmos-Reason2-2B"}
+    with pytest.raises(RecipeError, match="SFT on LLaVA annotations is read"):
+        mode_of(base | {f"{POLICY}.type": "grpo"})
+    with pytest.raises(RecipeError, match="trains no diffusion model"):
+        mode_of({"policy.model_name_or_path": "Qwen/Qwen2.5-3B", f"{POLICY}.type": "sft"})
