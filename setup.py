@@ -51,6 +51,7 @@ setup(
         "wfm_kernels": ["py.typed"],
         "wfm_reward": ["py.typed"],
         "wfm_ds.distributed": ["*.pth"],
+        "wfm_ds.monitoring": ["*.html"],
         # These two folders hold no code: in a wheel they lie inside the package.
         "wfm_ds.ds_configs": ["*.json"],
         "wfm_ds.recipes": ["*.yaml", "*/*.yaml", "tiny/prompts/*/*.txt"],

@@ -35,7 +35,7 @@ FLOORS = (
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # A command that stands in a room for the sake of its name: nobody imports it, and it may use everything.
-COMMANDS_IN_ROOMS = {"wfm_ds.data.prepare"}
+COMMANDS_IN_ROOMS = {"wfm_ds.data.prepare", "wfm_ds.monitoring.page"}
 MOST_ON_TOP = 15
 
 

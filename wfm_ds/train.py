@@ -207,9 +207,21 @@ def train(
         resources = building.pop_all()
     with recorded(ending, recipe, mirror, loop, loop.exporter) as record:
         # Closed before the copies are waited for: these are of whole files.
-        with resources, advised(lambda: loop.job.timer.interrupted):
+        with page_of(recipe, world), resources, advised(lambda: loop.job.timer.interrupted):
             outcome = loop.run()
         return outcome, record.ended(outcome)
+
+
+def page_of(recipe: Recipe, world: World) -> AbstractContextManager[None]:
+    """The page of the run, which rank 0 keeps by a thread of its own while the loop runs."""
+    if not (world.is_main and recipe.logging.page):
+        return contextlib.nullcontext()
+    import torch
+
+    from wfm_ds.monitoring.run_page import live_page
+
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type.upper()
+    return live_page(recipe.run.output_dir, devices=f"{world.size} x {device}")
 
 
 if __name__ == "__main__":

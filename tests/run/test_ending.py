@@ -17,7 +17,8 @@ ALONE = World(0, 1, 0, torch.device("cpu"), None)
 
 @pytest.fixture
 def recipe(tmp_path):
-    return SimpleNamespace(run=SimpleNamespace(output_dir=tmp_path), checkpoint=SimpleNamespace(storage=None))
+    run, checkpoint = SimpleNamespace(output_dir=tmp_path), SimpleNamespace(storage=None)
+    return SimpleNamespace(run=run, checkpoint=checkpoint, logging=SimpleNamespace(page=True))
 
 
 LOOP, EXPORTS = SimpleNamespace(step=3, metrics={"loss": 0.5}), SimpleNamespace(artifacts={"lora": "there"})
@@ -55,6 +56,7 @@ def test_a_failure_is_recorded_by_the_innermost_context_alone(recipe, tmp_path):
     with pytest.raises(RunError), ending.recording(take_back(tmp_path, Start())), loop:
         fail(RunError("nothing is finished"))
     assert result(tmp_path)["message"] == "nothing is finished"
+    assert '"status":"failed","message":"nothing is finished"' in (tmp_path / "page" / "data.js").read_text()
     assert (tmp_path / "recipe.yaml").exists()
 
 

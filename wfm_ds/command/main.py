@@ -24,6 +24,7 @@ COMMANDS = {
     "rewards": ("wfm_ds.command.rewards", "list the rewards, or tell what one measures and takes"),
     "generate": ("wfm_ds.generate", "draw prompts with a pipeline, with or without what a run exported"),
     "convert": ("wfm_ds.convert", "turn a checkpoint into files that plain diffusers loads"),
+    "page": ("wfm_ds.monitoring.page", "write the page of runs that ended before there was one"),
     "doctor": ("wfm_ds.doctor.command", "check this machine, and what a recipe needs of it"),
     "migrate": ("wfm_ds.migrate.command", "translate a configuration of Cosmos-RL into a recipe"),
     "quickstart": ("wfm_ds.quickstart", "train digits from nothing, improve them by RL, show the result"),

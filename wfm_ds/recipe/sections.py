@@ -357,6 +357,8 @@ class LoggingRecipe(Section):
 
     tensorboard: bool = True
     """Write scalars and images for TensorBoard."""
+    page: bool = True
+    """Write index.html, the page of the run."""
     sample_every: NonNegativeInt = 0
     """Steps between sample images; 0 only with each evaluation."""
     num_samples: PositiveInt = 16

@@ -222,6 +222,7 @@ class Record:
         self._copies = finish(self._recipe, self._ending.world, self._mirror)
 
     def _write(self, status: str, step: int, metrics: Mapping[str, float], message: str) -> None:
+        from wfm_ds.monitoring.run_page import write_or_warn
         from wfm_ds.run.result import write_result
         from wfm_ds.run.stored import send_result
 
@@ -238,6 +239,8 @@ class Record:
             )
 
         write()
+        if self._recipe.logging.page:
+            write_or_warn(self._recipe.run.output_dir)
         if self._mirror is not None and self._copies is not None:
             sent = send_result(self._mirror, self._copies)
             if sent != self._copies:

@@ -18,6 +18,7 @@ from wfm_ds.checkpoint.remote import RemoteCheckpoint
 from wfm_ds.checkpoint.store import Checkpoint
 from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.monitoring.monitor import cut_metrics
+from wfm_ds.monitoring.run_page import is_ours
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.derived import derive
 from wfm_ds.recipe.schema import Recipe
@@ -238,7 +239,7 @@ def claim(folder: Path) -> None:
     """Record that what stands under a run's names in this folder is a run's, before the first of it is written. The
     caller holds the lock, and `find_start` found nobody else's there."""
     with first_write(folder):
-        atomic.write_text(folder / RECORD, layout.record_of((*RUN_FILES, *RUN_FOLDERS)))
+        atomic.write_text(folder / RECORD, layout.record_of(layout.NAMES))
 
 
 def open_output(recipe: Recipe, start: Start) -> None:
@@ -277,6 +278,9 @@ def clear_run(folder: Path, *, keep: Collection[str] = ()) -> None:
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in listed.difference(keep).intersection(RUN_FILES):
         (folder / name).unlink(missing_ok=True)
+    page = folder / layout.PAGE
+    if layout.PAGE in listed and page.is_file() and is_ours(page):  # a run that went on here may have found another
+        page.unlink()
     left = [name for name in listed if (folder / name).exists()]
     if left:
         atomic.write_text(folder / RECORD, layout.record_of(left))

@@ -27,7 +27,12 @@ FETCHED = "fetched"  # a checkpoint of another run's storage, until this run has
 POLICY = "policy"  # weights for the workers of an async run, while it runs
 ROLLOUT = "rollout"  # where these workers find the run, and the logs of those that it starts, which stay too
 EARLIER = "earlier"  # the metrics of attempts that ended before their first checkpoint, numbered from 1
-RUN_FOLDERS = (TENSORBOARD, "samples", "safetensors", CHECKPOINTS, "logs", REWARD, FETCHED, POLICY, ROLLOUT, EARLIER)
+PAGE, PAGE_FOLDER = "index.html", "page"  # for people: a page without the files above is no run
+RUN_FOLDERS = (
+    *(TENSORBOARD, "samples", "safetensors", CHECKPOINTS, "logs", REWARD, FETCHED, POLICY, ROLLOUT, EARLIER),
+    PAGE_FOLDER,
+)
+NAMES = (*RUN_FILES, PAGE, *RUN_FOLDERS)
 RECORD = ".wfm_run.json"  # which of these names a run here may have written, and --overwrite may remove
 
 
@@ -92,7 +97,7 @@ def unrecorded_at(address: str) -> tuple[str, ...]:
 
 
 def unrecorded_of(names: Collection[str], listed: Collection[str]) -> tuple[str, ...]:
-    return tuple(name for name in (*RUN_FILES, *RUN_FOLDERS) if name in names and name not in listed)
+    return tuple(name for name in NAMES if name in names and name not in listed)
 
 
 def recorded(folder: Path) -> frozenset[str]:
@@ -114,7 +119,7 @@ def recorded_at(address: str) -> frozenset[str]:
 def parse_record(text: str) -> frozenset[str]:
     try:
         listed = json.loads(text)["wrote"]
-        return frozenset(listed).intersection((*RUN_FILES, *RUN_FOLDERS))
+        return frozenset(listed).intersection(NAMES)
     except (ValueError, KeyError, TypeError):
         return frozenset()
 

@@ -21,8 +21,9 @@ from pathlib import Path
 
 from wfm_ds.checkpoint import remote, store
 from wfm_ds.errors import StorageError
+from wfm_ds.monitoring.run_page import DATA
 from wfm_ds.run import layout
-from wfm_ds.run.layout import CHECKPOINTS, EARLIER, METRICS, RECIPE, RECORD, RESULT, RUN_FILES, RUN_FOLDERS
+from wfm_ds.run.layout import CHECKPOINTS, EARLIER, METRICS, PAGE, PAGE_FOLDER, RECIPE, RECORD, RESULT
 from wfm_ds.storage import atomic, transfer
 from wfm_ds.storage.transfer import Moved
 
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 NOTES = ".storage.json"
 PASS_S = 300.0  # between two looks at what has grown; checkpoints and exports do not wait for it
 FIRST_RETRY_S, LAST_RETRY_S = 2.0, 60.0  # the wait after a failed pass doubles from one to the other
-FOLDERS = ("samples", "safetensors", "tensorboard", "logs", EARLIER)  # besides checkpoints
+FOLDERS = ("samples", "safetensors", "tensorboard", "logs", EARLIER, PAGE_FOLDER)  # besides checkpoints
 LAST = ("model_index.json", "adapter_config.json", "samples.jsonl")  # whoever sees one of these finds what it is about
 MIB = 1 << 20
 
@@ -178,7 +179,9 @@ class Mirror:
         return [*(f"{CHECKPOINTS}/step_{step}" for step in self._unsent_steps()), *self._unsent()]
 
     def send_result(self) -> None:
-        """Send result.json, once all else is there. Raises StorageError."""
+        """Send the page as it is at last, and result.json, once all else is there. Raises StorageError."""
+        if (self.folder / DATA).exists():
+            transfer.upload(self.folder / DATA, f"{self.address}/{DATA}")
         transfer.upload(self.folder / RESULT, f"{self.address}/{RESULT}")
 
     # ---- the thread
@@ -218,7 +221,7 @@ class Mirror:
     def _pass(self) -> None:
         """Send everything that the storage does not have. Raises StorageError and OSError."""
         if not self._is_claimed:  # before anything else, so that --overwrite may remove it
-            transfer.put(layout.record_of((*RUN_FILES, *RUN_FOLDERS)).encode(), f"{self.address}/{RECORD}")
+            transfer.put(layout.record_of(layout.NAMES).encode(), f"{self.address}/{RECORD}")
             self._is_claimed = True
         try:
             while unsent := self._unsent_steps():
@@ -322,7 +325,7 @@ class Mirror:
 
     def _unsent(self) -> Iterator[str]:
         """Yield the files besides checkpoints and result.json that are new or have changed since they were sent."""
-        yield from (name for name in (RECIPE, METRICS) if (self.folder / name).exists() and not self._has(name))
+        yield from (name for name in (RECIPE, METRICS, PAGE) if (self.folder / name).exists() and not self._has(name))
         for top in FOLDERS:
             names = sorted(_files(self.folder, top), key=lambda name: (name.split("/")[:2], _comes_last(name), name))
             yield from (name for name in names if not self._has(name))

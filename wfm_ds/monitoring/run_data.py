@@ -1,0 +1,290 @@
+"""Content of a run's page, read from the run's folder: curves thinned as they come, samples, warnings, all bounded.
+
+It needs nothing of the run but its files, so that a run that goes on and one that ended long ago read alike.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from wfm_ds.errors import RecipeError
+from wfm_ds.monitoring.samples import TABLE
+from wfm_ds.storage.atomic import finite_or_none
+
+MAX_POINTS, MAX_CURVES = 1000, 40  # of a curve; of the page
+MAX_STEPS, MAX_SAMPLES = 12, 16  # evaluations that are shown, and samples of each
+MAX_WARNINGS, MAX_CHARACTERS = 50, 500  # the last ones; of one warning, prompt or name
+MAX_RECIPE = 30_000  # characters
+PANELS = (
+    ("evaluation", r"val/(reward/.+/mean|accuracy|token_accuracy)"),
+    ("reward while training", r"reward/.+/mean"),
+    ("loss", r"(val/)?loss(/.+)?"),
+    ("KL", r"kl/.+"),
+    ("gradient norm", r"optim/grad_norm"),
+    ("learning rate", r"optim/lr"),
+    ("seconds", r"time/.+"),
+    ("samples per second", r"perf/samples_per_second"),
+    ("memory, GiB", r"perf/peak_memory_gib"),
+)
+"""What is drawn in one frame: its title, and the tags in it."""
+LOG_LINE = re.compile(r"^(\d{4}-\d\d-\d\dT[\d:.]+Z) rank \d+ ([A-Z]+) [\w.]+: (.*)$")
+LOAD = "load it with:"  # how the log introduces the lines that load the weights
+
+
+class Curve:
+    """A curve of at most `max_points` however long the run is: of each stretch of points the lowest and the highest,
+    where they were. Stretches double when there are too many of them."""
+
+    def __init__(self, max_points: int = MAX_POINTS) -> None:
+        self._max_stretches = max_points // 2
+        self._length = 1  # points in a whole stretch
+        self._stretches: list[tuple[int, tuple[float, float], tuple[float, float]]] = []  # points, lowest, highest
+
+    def add(self, step: float, value: float) -> None:
+        point = (step, value)
+        if self._stretches and self._stretches[-1][0] < self._length:
+            self._stretches[-1] = joined(self._stretches[-1], (1, point, point))
+            return
+        self._stretches.append((1, point, point))
+        if len(self._stretches) > self._max_stretches:
+            pairs = zip(self._stretches[::2], [*self._stretches[1::2], None], strict=False)
+            self._stretches = [one if other is None else joined(one, other) for one, other in pairs]
+            self._length *= 2
+
+    def points(self) -> list[float]:
+        """Return step, value, step, value ... with five digits of each value."""
+        found: list[float] = []
+        for _, lowest, highest in self._stretches:
+            for step, value in sorted({lowest, highest}):
+                found += [step, float(f"{value:.5g}")]
+        return found
+
+
+def joined(
+    one: tuple[int, tuple[float, float], tuple[float, float]],
+    other: tuple[int, tuple[float, float], tuple[float, float]],
+) -> tuple[int, tuple[float, float], tuple[float, float]]:
+    """Return the stretch of two neighbours."""
+    lowest, highest = min(one[1], other[1], key=_value), max(one[2], other[2], key=_value)
+    return one[0] + other[0], lowest, highest
+
+
+def _value(point: tuple[float, float]) -> float:
+    return point[1]
+
+
+class RunReader:
+    """Reads a run's folder again and again; of metrics and log only what has been added."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._metrics, self._log = Growing(folder / "metrics.jsonl"), Growing(folder / "logs" / "rank_0.log")
+        self._recipe: tuple[float, dict[str, Any]] | None = None
+        self._forget_metrics()
+        self._forget_log()
+
+    def read(self) -> dict[str, Any]:
+        """Return the content of data.js. Raises OSError if a file that is there cannot be read."""
+        lines, is_new = self._metrics.read()
+        if is_new:
+            self._forget_metrics()
+        for line in lines:
+            self._take_metrics(line)
+        lines, is_new = self._log.read()
+        if is_new:
+            self._forget_log()
+        for line in lines:
+            self._take_log(line)
+        result = read_object(self.folder / "result.json")
+        done = result.get("step", self._step)
+        return {
+            "name": self.folder.resolve().name[:MAX_CHARACTERS],
+            "status": str(result.get("status", "running")),
+            "message": str(result.get("message", ""))[: 4 * MAX_CHARACTERS],
+            "step": done,
+            "updated": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "panels": self._panels(),
+            "clock": self._clock.points(),
+            "samples": list(self._samples(self._step)),
+            "warnings": self._warnings,
+            "load": "\n".join(self._load)[:MAX_RECIPE],
+            "machine": read_object(self.folder / "page" / "machine.json"),
+            "recipe": self._recipe_facts(),
+        }
+
+    # ---- metrics.jsonl
+
+    def _forget_metrics(self) -> None:
+        self._curves: dict[str, Curve] = {}
+        self._panel_of: dict[str, str | None] = {}
+        self._clock = Curve()
+        self._began: float | None = None  # seconds of the first line, as time.time() counts them
+        self._step = 0  # the run's last one: of RL, where there may be several optimizer steps in it, `rollout/step`
+
+    def _take_metrics(self, line: str) -> None:
+        try:
+            values = json.loads(line)
+            step, at = int(values["step"]), datetime.datetime.fromisoformat(values["time"]).timestamp()
+        except (ValueError, KeyError, TypeError):
+            return  # half a line of a disk that was full
+        self._began = at if self._began is None else self._began
+        self._clock.add(step, at - self._began)
+        number = values.get("rollout/step", None if "rollout/step" in self._panel_of else step)
+        self._panel_of |= {"rollout/step": None} if "rollout/step" in values else {}
+        self._step = self._step if number is None else int(number)
+        for tag, value in values.items():
+            if tag not in self._panel_of:
+                self._panel_of[tag] = panel_of(tag)
+            if self._panel_of[tag] is not None and isinstance(value, int | float):
+                self._curves.setdefault(tag, Curve()).add(step, value)
+
+    def _panels(self) -> list[dict[str, Any]]:
+        """Return the frames that have a curve; with more than MAX_CURVES the last frames lose theirs."""
+        left, found = MAX_CURVES, []
+        for title, _ in PANELS:
+            tags = [tag for tag in sorted(self._curves) if self._panel_of[tag] == title][:left]
+            left -= len(tags)
+            if tags:
+                curves = [{"tag": tag[:MAX_CHARACTERS], "points": self._curves[tag].points()} for tag in tags]
+                found.append({"title": title, "curves": curves})
+        return found
+
+    # ---- logs/rank_0.log
+
+    def _forget_log(self) -> None:
+        self._warnings: list[dict[str, str]] = []
+        self._load: list[str] = []
+        self._is_loading = False
+
+    def _take_log(self, line: str) -> None:
+        found = LOG_LINE.match(line)
+        if found is None:
+            self._load += [line] if self._is_loading else []
+            return
+        time, level, text = found.groups()
+        self._is_loading = text == LOAD
+        self._load = [] if self._is_loading else self._load
+        if level in ("WARNING", "ERROR", "CRITICAL"):
+            self._warnings.append({"time": time, "level": level, "text": text[:MAX_CHARACTERS]})
+            self._warnings = self._warnings[-MAX_WARNINGS:]
+
+    # ---- samples/ and recipe.yaml
+
+    def _samples(self, last_step: int) -> Iterator[dict[str, Any]]:
+        """Yield the samples of the steps that are shown; none beyond the last step, which a run that was continued
+        from an earlier one has not come to again."""
+        root = self.folder / "samples"
+        names = [entry.name for entry in root.iterdir()] if root.is_dir() else []
+        steps = sorted(int(name[5:]) for name in names if re.fullmatch(r"step_\d+", name))
+        for step in evenly([step for step in steps if step <= last_step], MAX_STEPS):
+            table = root / f"step_{step}" / TABLE
+            rows = table.read_text(encoding="utf-8").split("\n") if table.exists() else []
+            items = [item for row in rows[:MAX_SAMPLES] if (item := sample_of(row, step)) is not None]
+            if items:
+                yield {"step": step, "items": items}
+
+    def _recipe_facts(self) -> dict[str, Any]:
+        """Return the recipe as text, what differs from the defaults in it, and what the head of the page says."""
+        path = self.folder / "recipe.yaml"
+        if not path.exists():
+            return {}
+        changed_at = path.stat().st_mtime
+        if self._recipe is None or self._recipe[0] != changed_at:
+            self._recipe = changed_at, recipe_facts(path)
+        return self._recipe[1]
+
+
+class Growing:
+    """A text file to which lines are added."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._read = path, 0
+
+    def read(self) -> tuple[Iterator[str], bool]:
+        """Return the whole lines since the last call, and whether the file has begun anew. Raises OSError."""
+        size = self._path.stat().st_size if self._path.exists() else 0
+        is_new = size < self._read
+        self._read = 0 if is_new else self._read
+        return self._lines(), is_new
+
+    def _lines(self) -> Iterator[str]:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._read += len(line)
+                yield line.decode("utf-8", "replace").rstrip("\n")
+
+
+def panel_of(tag: str) -> str | None:
+    return next((title for title, pattern in PANELS if re.fullmatch(pattern, tag)), None)
+
+
+def evenly(steps: Sequence[int], count: int) -> list[int]:
+    """Return at most `count` of them: the first, the last, and evenly between."""
+    if len(steps) <= count:
+        return list(steps)
+    return [steps[round(k * (len(steps) - 1) / (count - 1))] for k in range(count)]
+
+
+def sample_of(line: str, step: int) -> dict[str, Any] | None:
+    """Return a line of samples.jsonl as the page has it; None if it names no file of its folder."""
+    try:
+        row = json.loads(line)
+        file, rewards = str(row["file"]), dict(row.get("rewards") or {})
+    except (ValueError, KeyError, TypeError):
+        return None
+    if Path(file).name != file:
+        return None
+    scores = {str(name)[:60]: finite_or_none(v) if isinstance(v, int | float) else None for name, v in rewards.items()}
+    return {
+        "file": f"samples/step_{step}/{file}",
+        "prompt": str(row.get("prompt", ""))[:MAX_CHARACTERS],
+        "seed": str(row.get("seed", "")),
+        "rewards": dict(list(scores.items())[:8]),
+    }
+
+
+def recipe_facts(path: Path) -> dict[str, Any]:
+    """Return the recipe's text, its steps and algorithm, and by dotted key what is not a default in it. A recipe of
+    another version, which this one cannot read, has its text alone."""
+    from wfm_ds.recipe import file as recipe_file
+
+    text = path.read_text(encoding="utf-8")[:MAX_RECIPE]
+    try:
+        recipe = recipe_file.load(path)
+    except RecipeError:
+        return {"text": text}
+    changed = dotted(recipe.model_dump(mode="json", exclude_defaults=True))
+    return {
+        "text": text,
+        "changed": {key: json.dumps(value)[:MAX_CHARACTERS] for key, value in changed.items()},
+        "steps": recipe.run.steps,
+        "model": str(recipe.model.path)[:MAX_CHARACTERS],
+        "algorithm": recipe.algorithm.name,
+    }
+
+
+def dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one, with dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file; empty if there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
