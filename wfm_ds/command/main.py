@@ -16,6 +16,7 @@ from wfm_ds.errors import UserError
 from wfm_ds.program import exit_code, program
 
 COMMANDS = {
+    "init": ("wfm_ds.command.init", "look at data and a model, and write a recipe for them"),
     "train": ("wfm_ds.command.train", "train a recipe on the GPUs of this machine, or of several"),
     "check": ("wfm_ds.command.check", "validate a recipe, its data, model and rewards; print the numbers"),
     "recipes": ("wfm_ds.command.recipes", "list, show or copy the recipes that come with wfm_ds"),
