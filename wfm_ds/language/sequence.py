@@ -125,8 +125,7 @@ def segment_lengths(places: Tensor) -> list[int]:
 
 
 def repeats(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
-    """How often each head of keys and values is given so that the ranks, which divide the query heads, get whole
-    ones."""
+    """Copies of each head of keys and values that the ranks, which divide the query heads, need to get whole ones."""
     return next(
         times
         for times in range(1, num_heads // num_kv_heads + 1)
