@@ -51,7 +51,6 @@ def test_a_recipe_of_a_language_model_has_no_sampling_and_its_dump_none_either(l
         ("algorithm.freeze=[vision, merger, language]", "names all parts, which leaves nothing to train"),
         ("model.attention=flash", "vlm_sft knows auto and native"),
         ("model.vae_dtype=bfloat16", "vae_dtype: only read with a diffusion model; remove it"),
-        ("engine.sequence_parallel=2", "vlm_sft keeps a row on one rank; set it to 1"),
         ("engine.compile=true", "vlm_sft has rows of another length each time; remove the key"),
         ("algorithm.train_on=questions", "algorithm.train_on: expected"),
     ],

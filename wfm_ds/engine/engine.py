@@ -26,12 +26,13 @@ from wfm_ds.engine.lockstep import Guard
 from wfm_ds.engine.merging import merged
 from wfm_ds.engine.optimizer import build_optimizer
 from wfm_ds.engine.policy import Adapters, Flats, ShardedCopy, Shards, publish_to_adapter
-from wfm_ds.engine.preparation import DTYPES, prepare
+from wfm_ds.engine.preparation import DTYPES, Share, prepare
 from wfm_ds.engine.replay import Replays
 from wfm_ds.engine.schedules import ema_decay, learning_rate
 from wfm_ds.engine.work import Work, WorkCounter
 from wfm_ds.recipe.deepspeed import deepspeed_config, policy_copies
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.ulysses.install import install
 
 MERGED = "merged"  # the active policy, whichever it is, while its adapter is in the weights
 OPTIMIZER = "optimizer."  # before the names of the optimizer's states
@@ -117,6 +118,7 @@ class DenoiserEngine:
         block_classes: Sequence[type[nn.Module]] = (),
         frozen: AbstractSet[str] = frozenset(),
         counts_work: bool = True,
+        share: Share = install,
     ) -> DenoiserEngine:
         """Collective. Prepare the denoiser for training (preparation.py), then DeepSpeed and copies.
 
@@ -124,7 +126,8 @@ class DenoiserEngine:
         layers, unless the recipe names its own. policies: those wanted of old, ref, ema. accumulation: backward passes
         per optimizer step. total_updates: optimizer steps of the run, where the schedule ends. block_classes: the
         repeated blocks, for engine.compile. frozen: names of parameters that full training leaves as they are.
-        counts_work: note the FLOPs of forwards, whose arguments must have a row for each sample. Raises RecipeError for
+        counts_work: note the FLOPs of forwards, whose arguments must have a row for each sample. share: has the ranks
+        of a replica share a sample's tokens. Raises RecipeError for
         a DeepSpeed JSON or LoRA targets that cannot work, UserError for a denoiser whose tokens the ranks of a replica
         cannot share, or that an attention kernel cannot serve.
         """
@@ -143,7 +146,15 @@ class DenoiserEngine:
         work = WorkCounter.of(denoiser, recipe, targets) if world.is_main and counts_work else None  # while it is whole
         names = sorted(policy_copies(policies, lora=True))
         adapters = prepare(
-            denoiser, recipe, world, config, targets=targets, names=names, block_classes=block_classes, frozen=frozen
+            denoiser,
+            recipe,
+            world,
+            config,
+            targets=targets,
+            names=names,
+            block_classes=block_classes,
+            frozen=frozen,
+            share=share,
         )
         optimizer = build_optimizer(denoiser, recipe.optimizer, world.device)
         ds = deepspeed.initialize(model=denoiser, optimizer=optimizer, config=config, dist_init_required=False)[0]

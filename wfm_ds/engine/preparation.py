@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from wfm_ds.distributed.world import World
 from wfm_ds.engine import attention
@@ -23,6 +24,7 @@ from wfm_ds.ulysses.install import install
 
 logger = logging.getLogger(__name__)
 
+Share: TypeAlias = Callable[[nn.Module, ProcessGroup], None]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -36,13 +38,15 @@ def prepare(
     names: Sequence[str],
     block_classes: Sequence[type[nn.Module]],
     frozen: AbstractSet[str] = frozenset(),
+    share: Share = install,
 ) -> Adapters | None:
     """Collective. Change a denoiser in place: a base in fewer bits, weights to their place, adapters or full training,
     checkpointing, sequence parallelism, attention kernel and compiled blocks, in this order: each finds what came
     before.
 
     config: what deepspeed.initialize will get. names: of the adapters beside `default`. frozen: parameters that
-    full training leaves as they are. Returns the adapters, None in full training. Raises as `DenoiserEngine.build`.
+    full training leaves as they are. share: has the ranks of a replica share a sample's tokens. Returns the adapters,
+    None in full training. Raises as `DenoiserEngine.build`.
     """
     module: Any = denoiser
     dtype = DTYPES[recipe.model.dtype]
@@ -62,7 +66,7 @@ def prepare(
     if recipe.model.gradient_checkpointing:
         module.enable_gradient_checkpointing()
     if world.replica is not None:
-        install(denoiser, world.replica.group)
+        share(denoiser, world.replica.group)
     kernel = attention.choose(recipe.model.attention, denoiser, dtype, world.device, trains=True)
     attention.use(denoiser, kernel)
     if recipe.engine.compile:

@@ -13,13 +13,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from wfm_ds.errors import ModelError
 from wfm_ds.language.annotations import Kind
 from wfm_ds.language.rows import RowBatch, Sample
+from wfm_ds.language.sequence import own_labels
 from wfm_ds.models.base import without_progress_bars
 from wfm_ds.models.registry import TINY, cached_tiny
+from wfm_ds.ulysses.exchange import gather
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 VISION = "model.visual."
@@ -44,6 +47,7 @@ class LanguageModel:
     tokenizer: Any
     image_processor: Any
     dtype: torch.dtype
+    group: ProcessGroup | None = None  # the ranks that share each row's tokens (sequence.py)
     forward_module: Any = field(init=False)  # what computes: the network, or the engine around it
 
     def __post_init__(self) -> None:
@@ -100,15 +104,25 @@ class LanguageModel:
         return found
 
     def predict(self, row: RowBatch) -> Prediction:
-        """Losses of the labelled tokens of a row: logits are made of no others. All ranks do the same forwards."""
+        """Losses of the labelled tokens of a row: logits are made of no others. All ranks do the same forwards; those
+        that share a row pass the same one, and each gets all its losses."""
+        if self.group is None:
+            return self._predict(row, row.kept, row.targets)
+        kept, targets, lengths = own_labels(row.kept, row.targets, row.input_ids.shape[1], self.group)
+        part = self._predict(row, kept, targets)
+        if not any(lengths):
+            return part
+        return Prediction(gather(part.losses, 0, lengths, self.group), gather(part.hits, 0, lengths, self.group))
+
+    def _predict(self, row: RowBatch, kept: Tensor, targets: Tensor) -> Prediction:
         output = self.forward_module(
             input_ids=row.input_ids,
             position_ids=row.position_ids,
             use_cache=False,  # with a cache the conversations of a row would see each other (rows.py)
-            logits_to_keep=row.kept,
+            logits_to_keep=kept,
             **row.media,
         )
-        return scored(output.logits[0], row.targets)
+        return scored(output.logits[0], targets)
 
 
 def part_of(name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from wfm_ds.chunks import chunks
+from wfm_ds.distributed.world import World
 from wfm_ds.language.annotations import BadConversation, Conversation
 from wfm_ds.language.data import Measured
 from wfm_ds.language.export import LanguageTarget, export_language, loading_lines
@@ -89,11 +90,12 @@ class LanguageLoop(Loop):
     def train_on(self, step: int) -> StepReport:
         job, world = self.job, self.job.world
         with job.timer("data_wait"):
-            found: StepRows = world.checked(lambda: self.source.step(step, world.rank, world.size))
-            batches = self.micro_batches(found.rows)
+            found: StepRows = world.checked(lambda: self.source.step(step, world.dp_rank, world.dp_size))
+            rows = read_by_all(world, found.rows)
+            batches = self.micro_batches(rows)
         labelled, samples = (sum(len(b.kept) for b in batches), sum(b.num_samples for b in batches))
         # What could not be read shows only now: the terms are those that are there, on all ranks together.
-        sums = world.sums(
+        sums = world.replica_sums(
             {
                 "labelled": labelled,
                 "samples": samples,
@@ -105,7 +107,7 @@ class LanguageLoop(Loop):
         counts = {name: round(value) for name, value in sums.items()}
         self.source.judge(counts["bad"], counts["tried"], job.recipe.data.max_bad_fraction)
         with job.timer("train"):
-            names = [sample.id for row in found.rows for sample in row]
+            names = [sample.id for row in rows for sample in row]
             metrics = self.optimize(batches, counts["samples" if self.by_sample else "labelled"], names)
         return StepReport(self.measures(step, counts), [metrics], counts["samples"], counts["tokens"])
 
@@ -159,17 +161,20 @@ class HeldOut:
     """The loss and the accuracy on conversations held out, the same rows at every step and number of ranks."""
 
     def __init__(self, job: LanguageJob, reader: SampleReader, data: Measured) -> None:
-        """Read this rank's share, and keep it. What cannot be read is left out."""
+        """Read this replica's share, and keep it. What cannot be read is left out."""
         self.job, self.last = job, dict[str, float]()
         self._evaluated_at = -1
         rows = packed(data.lengths, job.recipe.data.max_tokens)
         world = job.world
-        mine = range(world.rank, math.ceil(len(rows) / world.size) * world.size, world.size)
+        mine = range(world.dp_rank, math.ceil(len(rows) / world.dp_size) * world.dp_size, world.dp_size)
         # Blank rows where others have one more: a forward needs all ranks.
-        self._rows = [
-            job.maker.row(readable(reader, [data.conversations[i] for i in rows[k]] if k < len(rows) else []))
-            for k in mine
-        ]
+        samples = [readable(reader, [data.conversations[i] for i in rows[k]] if k < len(rows) else []) for k in mine]
+        self._samples, self._rows = samples, list[RowBatch]()
+
+    def make_rows(self) -> None:
+        """Make the rows of what was read. Collective."""
+        self._rows = [self.job.maker.row(row) for row in read_by_all(self.job.world, self._samples)]
+        self._samples = []
 
     def at_start(self, step: int) -> None:
         if self.job.recipe.validation.at_start and step == 0 and self._evaluated_at != 0:
@@ -204,7 +209,7 @@ class HeldOut:
                 sums["loss"] += float(found.losses.double().sum())
                 sums["hits"] += float(found.hits.sum())
                 sums["tokens"] += len(row.kept)
-        totals = job.world.sums(sums)
+        totals = job.world.replica_sums(sums)
         if not totals["tokens"]:
             return
         self.last = {
@@ -214,6 +219,17 @@ class HeldOut:
         job.monitor.scalars(step, self.last)
         shown = ", ".join(f"{name} {value:.4f}" for name, value in self.last.items())
         job.monitor.message(f"step {step}: {shown}")
+
+
+def read_by_all(world: World, rows: list[list[Sample]]) -> list[list[Sample]]:
+    """Return a replica's rows without the samples that one of its ranks could not read: each rank reads them itself,
+    and all must have the same row. Collective."""
+    if world.sp_size == 1:
+        return rows
+    first = world.rank - world.sp_rank
+    of_ranks = world.gather([[sample.id for sample in row] for row in rows])[first : first + world.sp_size]
+    common = [set(row).intersection(*others) for row, *others in zip(*of_ranks, strict=True)]
+    return [[sample for sample in row if sample.id in ids] for row, ids in zip(rows, common, strict=True)]
 
 
 def readable(reader: SampleReader, conversations: Sequence[Conversation]) -> list[Sample]:

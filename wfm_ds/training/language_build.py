@@ -16,6 +16,7 @@ from wfm_ds.distributed.world import World, ranks_per_node
 from wfm_ds.engine.engine import DenoiserEngine
 from wfm_ds.engine.preparation import DTYPES
 from wfm_ds.errors import RecipeError
+from wfm_ds.language import sequence
 from wfm_ds.language.annotations import KINDS
 from wfm_ds.language.data import LanguageData, load_conversations
 from wfm_ds.language.export import LanguageTarget
@@ -77,7 +78,10 @@ def made_ready(recipe: Recipe, world: World, advised: Advised) -> Ready:
     def loaded() -> LanguageModel:
         check_settings(recipe, world.size)
         with advised(lambda: "start"):
-            return load(recipe.model.path, DTYPES[recipe.model.dtype])
+            model = load(recipe.model.path, DTYPES[recipe.model.dtype])
+        if recipe.engine.sequence_parallel > 1:
+            sequence.check(model.network, recipe.engine.sequence_parallel)
+        return model
 
     log.info("loading model %s", recipe.model.path)
     model: LanguageModel = world.checked(loaded)
@@ -139,6 +143,7 @@ def build_loop(
         maker=RowMaker(model.positions, blanks, by_sample=by_sample),
     )
     held_out = world.checked(lambda: HeldOut(job, ready.reader, data.held_out))
+    held_out.make_rows()
     source = RowSource(
         data, row_order(recipe, data), ready.reader, rows_per_step=derived.samples_per_step, workers=recipe.data.workers
     )
@@ -166,8 +171,10 @@ def build_engine(recipe: Recipe, world: World, model: LanguageModel) -> Denoiser
         total_updates=derived.total_updates,
         frozen=model.frozen(recipe.language.freeze),
         counts_work=False,
+        share=sequence.install,
     )
     model.forward_module = engine.forward_module
+    model.group = None if world.replica is None else world.replica.group
     return engine
 
 

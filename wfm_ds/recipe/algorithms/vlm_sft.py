@@ -42,7 +42,5 @@ class VlmSftAlgorithm(AlgorithmSettings):
             *("revision", "fp8_training"),
             unless="a diffusion model",
         )
-        if recipe.engine.sequence_parallel > 1:
-            raise ValueError("engine.sequence_parallel: vlm_sft keeps a row on one rank; set it to 1")
         if recipe.engine.compile:
             raise ValueError("engine.compile: vlm_sft has rows of another length each time; remove the key")
