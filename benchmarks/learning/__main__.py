@@ -3,7 +3,7 @@
 Trains the quickstart's digits model once for each start, then improves it by every variant and seed that is asked for;
 all runs are the ordinary command. Cost is counted in samples through the denoiser, 1 for a forward and 3 for one with
 a backward pass; rollouts, references and training count, evaluations do not. Each variant is repeated with the rewards
-shuffled among the samples, from which nothing may be learnt. Writes results/<date>-cpu-learning.json and, beside the
+shuffled among the samples, from which nothing may be learnt. Writes results/<date>-cpu-<name>.json and, beside the
 documentation, the curves. A study that was interrupted goes on where it stopped.
 """
 
@@ -25,7 +25,7 @@ from benchmarks.learning.runs import REVISION, Run, revisions, train_all, train_
 from benchmarks.learning.variants import BASELINES, GOALS, LEVELS, OF_THE_STUDY, REPOSITORY, VARIANTS
 from wfm_ds.program import program
 
-PICTURE = REPOSITORY / "docs" / "images" / "learning.png"
+PICTURES = REPOSITORY / "docs" / "images"
 Curves = Mapping[tuple[str, int], list[list[Evaluation]]]
 """The curves of a variant from a start, one for each seed."""
 
@@ -42,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--algorithms", nargs="+", choices=VARIANTS, default=list(OF_THE_STUDY))
     p.add_argument("--controls", type=int, default=1, help="seeds that are repeated with shuffled rewards")
     p.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    p.add_argument("--name", default="learning", help="of the results' file and of the picture")
     p.add_argument("--finished", action="store_true", help="train nothing: report the runs that are there")
     return p
 
@@ -77,9 +78,10 @@ def study(args: argparse.Namespace) -> None:
     details = {
         f"{name}_{start}": [list(map(asdict, curve)) for curve in of_key] for (name, start), of_key in curves.items()
     }
-    path = report.write("learning", report.machine(), rows, curves=details)
-    plot(curves, PICTURE)
-    sys.stdout.write(f"{report.table(json.loads(path.read_text())['rows'])}\n\n{path}\n{PICTURE}\n")
+    path = report.write(args.name, report.machine(), rows, curves=details)
+    picture = PICTURES / f"{args.name}.png"
+    plot(curves, picture)
+    sys.stdout.write(f"{report.table(json.loads(path.read_text())['rows'])}\n\n{path}\n{picture}\n")
 
 
 def finished(out: Path, runs: Mapping[tuple[str, int], list[Run]]) -> dict[tuple[str, int], list[Run]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from benchmarks.learning.curves import Evaluation
-from benchmarks.learning.variants import BASELINES, VARIANTS
+from benchmarks.learning.variants import BASELINES, FP8, IN_FLOAT8, OF_THE_STUDY, VARIANTS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,7 +19,7 @@ PANELS = {"reward": "held-out reward", "unseen": "judge that RL never sees", "sp
 
 def plot(curves: Mapping[tuple[str, int], Sequence[Sequence[Evaluation]]], path: Path) -> None:
     """A row for each start: a line for each variant's mean over seeds, the range of its seeds as a band. Variants whose
-    settings are the published ones are dashed."""
+    settings are the published ones are dashed; with a base in float8 they are dotted, in the colour they have without."""
     from matplotlib.figure import Figure
 
     starts = sorted({start for _, start in curves})
@@ -42,6 +42,7 @@ def draw(axes: Axes, name: str, of_seeds: Sequence[Sequence[Evaluation]], y: str
     values = [np.array([getattr(e, y) for e in curve]) for curve in of_seeds]
     common = np.linspace(0, min(p[-1] for p in places), 100)
     lines = np.stack([np.interp(common, p, v) for p, v in zip(places, values, strict=True)])
-    color, style = f"C{list(VARIANTS).index(name) % 10}", "--" if name in BASELINES else "-"
+    color = f"C{list(OF_THE_STUDY).index(name.removesuffix(FP8))}"
+    style = "--" if name in BASELINES else ":" if name in IN_FLOAT8 else "-"
     axes.plot(common, lines.mean(0), color=color, linestyle=style, label=VARIANTS[name].title)
     axes.fill_between(common, lines.min(0), lines.max(0), color=color, alpha=0.12, linewidth=0)

@@ -50,9 +50,10 @@ OF_THE_STUDY: Mapping[str, Variant] = {
     "ddrl": Variant("DDRL", DIGITS / "ddrl.yaml", data="images", every=8, starts=(0,)),
 }
 
+FP8 = "_fp8"
 # Asked for by name: what a base in float8 changes, against the runs of the same name without it.
 IN_FLOAT8: Mapping[str, Variant] = {
-    f"{name}_fp8": replace(
+    f"{name}{FP8}": replace(
         OF_THE_STUDY[name],
         title=f"{OF_THE_STUDY[name].title}, base in float8",
         overrides=(*OF_THE_STUDY[name].overrides, "model.base_precision=fp8"),
