@@ -85,7 +85,8 @@ setup(
         "reward-http": ["aiohttp>=3.9", "prometheus-client"],  # the service's HTTP port
         "s3": ["s3fs"],
         "datasets": ["datasets>=4"],  # data.kind: hf, and tables in parquet
-        "fp8": ["torchao>=0.18"],  # model.fp8_training
+        "fp8": ["torchao>=0.18"],  # model.fp8_training: torchao
+        "transformer-engine": ["transformer-engine[pytorch]>=2.9"],  # model.fp8_training: transformer_engine
         "low-bit": ["bitsandbytes>=0.50"],  # model.base_precision: nf4, optimizer.name: adamw8bit
         "bench": ["matplotlib"],
         "dev": [

@@ -19,7 +19,8 @@ PANELS = {"reward": "held-out reward", "unseen": "judge that RL never sees", "sp
 
 def plot(curves: Mapping[tuple[str, int], Sequence[Sequence[Evaluation]]], path: Path) -> None:
     """A row for each start: a line for each variant's mean over seeds, the range of its seeds as a band. Variants whose
-    settings are the published ones are dashed; with a base in float8 they are dotted, in the colour they have without."""
+    settings are the published ones are dashed; those with a base in float8 are dotted, in the colour they have without
+    it."""
     from matplotlib.figure import Figure
 
     starts = sorted({start for _, start in curves})

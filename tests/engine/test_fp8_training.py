@@ -41,7 +41,7 @@ def test_the_parameters_are_the_same_ones():
     _, module = pair()
     before = dict(module.named_parameters())
     names = list(module.state_dict())
-    assert train_in_float8(module, (Block,), BF16, CPU) == 1  # neither modulation nor sides that do not fit
+    assert train_in_float8(module, (Block,), "torchao", BF16, CPU) == 1  # neither modulation nor sides that do not fit
     assert type(module[0].up).__name__ == "Float8Linear"
     assert list(module.state_dict()) == names
     assert dict(module.named_parameters()).keys() == before.keys()
@@ -51,7 +51,7 @@ def test_the_parameters_are_the_same_ones():
 @BY_LIBRARY
 def test_values_and_gradients_stay_near_and_a_row_does_not_depend_on_its_batch():
     plain, module = pair()
-    train_in_float8(module, (Block,), BF16, CPU)
+    train_in_float8(module, (Block,), "torchao", BF16, CPU)
     draw = torch.Generator().manual_seed(1)
     x, upstream = (torch.randn(23, 5, size, generator=draw).to(BF16) for size in (96, 64))
     results = {}
@@ -71,7 +71,7 @@ def test_values_and_gradients_stay_near_and_a_row_does_not_depend_on_its_batch()
 @BY_LIBRARY
 def test_everything_of_a_denoiser_trains():
     module = small_sd3().to(BF16)
-    assert train_in_float8(module, (type(module.transformer_blocks[0]),), BF16, CPU) > 10
+    assert train_in_float8(module, (type(module.transformer_blocks[0]),), "torchao", BF16, CPU) > 10
     module(**inputs(range(2), BF16), return_dict=False)[0].float().square().mean().backward()
     assert [name for name, p in module.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
 
@@ -84,4 +84,4 @@ def test_it_is_refused_without_its_package(root, monkeypatch):
     ):
         packages.require_packages(recipe)
     with pytest.raises(RecipeError, match="needs the package torchao"):
-        train_in_float8(nn.Sequential(Block()), (Block,), BF16, CPU)
+        train_in_float8(nn.Sequential(Block()), (Block,), "torchao", BF16, CPU)

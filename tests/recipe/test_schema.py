@@ -61,6 +61,20 @@ def test_products_in_float8_are_for_training_all_weights():
         Recipe.model_validate({**of_fp8, "lora": {"rank": 4}})
 
 
+def test_one_scale_a_tensor_is_for_algorithms_that_compare_no_predictions():
+    of_te = {"fp8_training": "transformer_engine"}
+    with pytest.raises(
+        ValueError, match=r"transformer_engine: algorithm diffusion_nft compares predictions .* torchao"
+    ):
+        Recipe.model_validate({**RL, "model": {**RL["model"], **of_te}})
+    sft = {**SFT, "model": {**SFT["model"], **of_te}}
+    assert Recipe.model_validate(sft).model.fp8_training == "transformer_engine"
+    with pytest.raises(ValueError, match=r"algorithm dpo compares predictions"):
+        Recipe.model_validate({**sft, "algorithm": {"name": "dpo"}, "data": {"kind": "pairs", "path": "pairs.jsonl"}})
+    with pytest.raises(ValueError, match=r"layers that torch cannot compile: remove engine\.compile"):
+        Recipe.model_validate({**sft, "engine": {**sft.get("engine", {}), "compile": True}})
+
+
 def test_workers_may_keep_the_base_otherwise_where_nobody_reads_their_log_probabilities():
     def of(**keys):
         changed = {**RL, "lora": {"rank": 4}, **keys}

@@ -56,8 +56,7 @@ def prepare(
     if recipe.lora is None:
         for name, parameter in denoiser.named_parameters():
             parameter.requires_grad_(name not in frozen)
-        if recipe.model.fp8_training is not None:
-            train_in_float8(denoiser, block_classes, dtype, world.device)
+        train_in_float8(denoiser, block_classes, recipe.model.fp8_training, dtype, world.device)
     else:
         seed = derive_seed(recipe.run.seed, "lora_init")
         adapters = add_adapters(denoiser, recipe.lora, targets, names, seed)

@@ -158,11 +158,8 @@ class Recipe(Section):
         if self.rollout is not None and self.rollout.merge_lora:
             self._lora_can_be_merged()
         self._base_can_be_quantised()
-        if self.model.fp8_training is not None and self.lora is not None:
-            raise ValueError(
-                "model.fp8_training is for training all weights: remove the lora section, or set "
-                "model.base_precision: fp8, which is for the base of a LoRA"
-            )
+        if self.model.fp8_training is not None:
+            self._can_train_in_float8()
         if self.model.denoiser_init == "random" and self.lora is not None:
             raise ValueError("model.denoiser_init: random trains all weights: remove the lora section")
         if self.reward is not None:
@@ -289,6 +286,25 @@ class Recipe(Section):
                 f"rollout.base_precision: algorithm {self.algorithm.name} compares the log-probabilities of its "
                 "rollouts with those of training, and another base has others; set model.base_precision for both, or, "
                 "for flow_grpo, algorithm.old_log_prob: recompute with rollout.max_staleness: 0"
+            )
+
+    def _can_train_in_float8(self) -> None:
+        if self.lora is not None:
+            raise ValueError(
+                "model.fp8_training is for training all weights: remove the lora section, or set "
+                "model.base_precision: fp8, which is for the base of a LoRA"
+            )
+        if self.model.fp8_training == "torchao":
+            return
+        if self.is_rl or self.supervised.references:
+            raise ValueError(
+                f"model.fp8_training: transformer_engine: algorithm {self.algorithm.name} compares predictions of "
+                "batches of different sizes, on which they depend where a tensor has one scale; set it to torchao"
+            )
+        if self.engine.compile:
+            raise ValueError(
+                "model.fp8_training: transformer_engine has layers that torch cannot compile: remove engine.compile, "
+                "or set it to torchao"
             )
 
     def _waits_fit(self, reward: RewardRecipe) -> None:

@@ -32,6 +32,7 @@ from wfm_ds.recipe.section import (
 from wfm_ds.recipe.stated import AttentionName
 
 BasePrecision = Literal["fp8", "fp8_twice", "int8", "nf4"]
+Fp8Training = Literal["torchao", "transformer_engine"]
 
 
 class RunRecipe(Section):
@@ -71,10 +72,12 @@ class ModelRecipe(Section):
     `int8`: half the memory too, a quarter of the error, any GPU, and products in dtype: no time is gained.
     `nf4`: a quarter of the memory, by the package bitsandbytes. Reference, old and trained policy compute with the same
     base, so equal policies stay equal to the bit. For LoRA runs. Unset: dtype."""
-    fp8_training: Literal["torchao"] | None = None
-    """`torchao`: train all weights with the products of the blocks' linear layers in float8, forward and backward, by
-    the package torchao, on a GPU of compute capability 8.9 or newer. Weights stay as they are and are cast in each
-    forward, which pays with `engine.compile` only. For zero1 and zero2. Unset: in dtype."""
+    fp8_training: Fp8Training | None = None
+    """Train all weights with the products of the blocks' linear layers in float8, forward and backward, by this
+    package, on a GPU of compute capability 8.9 or newer. Weights stay as they are and are cast in each forward.
+    `torchao`: with a scale for each row; pays with `engine.compile` only. `transformer_engine`: with a scale for each
+    tensor, so a sample's prediction depends on its batch: for `sft`, without `engine.compile`. For zero1 and zero2.
+    Unset: in dtype."""
     vae_dtype: Literal["bfloat16", "float32"] = "float32"
     """Dtype of the VAE's weights and of what it computes. `bfloat16` takes half the memory and less time, and latents
     and pictures are those of another rounding; `data.cache_latents` keeps the two apart."""

@@ -159,8 +159,7 @@ def build_generator(
         model = load_model(recipe, place)
         quantise_base(model.denoiser, model.block_classes, recipe.rollout_precision, model.dtype, place)
         move(model.denoiser, model.dtype, place)
-        if recipe.model.fp8_training is not None:
-            train_in_float8(model.denoiser, model.block_classes, model.dtype, place)
+        train_in_float8(model.denoiser, model.block_classes, recipe.model.fp8_training, model.dtype, place)
         kernel = attention.choose(recipe.model.attention, model.denoiser, model.dtype, place, trains=False)
     attention.use(model.denoiser, kernel)
     require_same(identity_there, identity(recipe, model))
