@@ -1,0 +1,96 @@
+"""How far does each model.base_precision move a prediction?
+
+python -m benchmarks.precision
+
+Every tiny family, of random weights, predicts velocities in bfloat16, then with its base in fewer bits: the norm of the
+difference over that of the plain prediction, beside what bfloat16 itself is away from float32. On a CPU, where products
+in float8 are emulated. Writes results/<date>-cpu-precision.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from benchmarks import report
+from wfm_ds.engine.base_precision import quantise_base
+from wfm_ds.models import registry
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.program import program
+from wfm_ds.recipe.sections import BasePrecision
+
+SIZES: Mapping[str, tuple[int, int, int]] = {  # height, width, frames
+    "sd3": (64, 64, 1),
+    "sana": (64, 64, 1),
+    "sana_video": (64, 64, 5),
+    "cosmos25": (64, 64, 9),
+    "wan21": (64, 64, 5),
+    "wan22": (64, 64, 5),
+    "wan22_ti2v": (64, 64, 9),
+    "digits": (8, 8, 1),
+}
+SIGMAS = (0.98, 0.95, 0.92, 0.9)  # all of the first expert of wan22
+PROMPTS = ["a red circle", "the digit 7", "", "a dog"]
+SAME: BasePrecision = "fp8_twice"  # as fp8 in a forward
+
+
+def precisions() -> list[BasePrecision]:
+    """The values of base_precision that can be computed here: nf4 wants a package."""
+    here = [p for p in get_args(BasePrecision) if p != SAME]
+    return [p for p in here if p != "nf4" or find_spec("bitsandbytes")]
+
+
+def row(family: str) -> dict[str, Any]:
+    """What each precision is away from bfloat16, and bfloat16 from float32, in per cent of the prediction's norm."""
+    plain = velocity(loaded(family, torch.bfloat16), family)
+    exact = velocity(loaded(family, torch.float32), family)
+    cells: dict[str, Any] = {"tiny family": family, "bfloat16 from float32, %": percent(plain, exact)}
+    for precision in precisions():
+        model = loaded(family, torch.bfloat16)
+        quantise_base(model.bare_denoiser, model.block_classes, precision, model.dtype, torch.device("cpu"))
+        cells[f"{precision} from bfloat16, %"] = percent(velocity(model, family), plain)
+    return cells
+
+
+def loaded(family: str, dtype: torch.dtype) -> DiffusionModel:
+    return registry.load(
+        f"tiny:{family}", dtype=dtype, device="cpu", guardrail="off" if family == "cosmos25" else "stock"
+    )
+
+
+@torch.no_grad()
+def velocity(model: DiffusionModel, family: str) -> Tensor:
+    """Predictions [B, ...] float32 for the same latents whatever the dtype of the model."""
+    shape = model.latent_shape(*SIZES[family])
+    latents = torch.randn(len(SIGMAS), *shape, generator=torch.Generator().manual_seed(0))
+    return model.denoise(latents, torch.tensor(SIGMAS), model.encode_text(PROMPTS)).float()
+
+
+def percent(found: Tensor, wanted: Tensor) -> float:
+    return 100 * float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def study(args: argparse.Namespace) -> None:
+    rows = [row(family) for family in args.families]
+    path = report.write("precision", report.machine(), rows)
+    sys.stdout.write(f"{report.table(rows)}\n\n{path}\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="benchmarks.precision", description=__doc__.split("\n")[0])
+    p.add_argument("--families", nargs="+", choices=SIZES, default=list(SIZES))
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return program(parser(), study, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
