@@ -1,4 +1,4 @@
-"""How far does each model.base_precision move a prediction?
+"""Measure how far each model.base_precision moves a prediction.
 
 python -m benchmarks.precision
 
@@ -41,13 +41,13 @@ SAME: BasePrecision = "fp8_twice"  # as fp8 in a forward
 
 
 def precisions() -> list[BasePrecision]:
-    """The values of base_precision that can be computed here: nf4 wants a package."""
+    """Return the values of base_precision that can be computed here: nf4 wants a package."""
     here = [p for p in get_args(BasePrecision) if p != SAME]
     return [p for p in here if p != "nf4" or find_spec("bitsandbytes")]
 
 
 def row(family: str) -> dict[str, Any]:
-    """What each precision is away from bfloat16, and bfloat16 from float32, in per cent of the prediction's norm."""
+    """Compare each precision with bfloat16, and bfloat16 with float32, in per cent of the prediction's norm."""
     plain = velocity(loaded(family, torch.bfloat16), family)
     exact = velocity(loaded(family, torch.float32), family)
     cells: dict[str, Any] = {"tiny family": family, "bfloat16 from float32, %": percent(plain, exact)}

@@ -1,4 +1,4 @@
-"""What fewer bits of a base do to predictions: the study covers every family, and its order is that of the bits."""
+"""The study of base precisions: it covers every family, and fewer bits move a prediction further."""
 
 from benchmarks.precision import SIZES, row
 from wfm_ds.models.tiny import FAMILIES
