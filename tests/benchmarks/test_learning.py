@@ -98,7 +98,7 @@ def test_a_baseline_that_does_not_get_there_bounds_the_ratio():
 
 def test_a_row_and_a_picture_of_two_variants(tmp_path):
     slow, fast = [curve([0, 50e3, 100e3], [0.5, 0.8, 1.0])] * 2, [curve([0, 10e3, 20e3], [0.5, 0.8, 1.0])] * 2
-    curves = {(BASELINES[0], 0): slow, ("nft", 0): fast}
+    curves = {(BASELINES[0], 0): slow, ("nft", 0): fast, ("nft_fp8", 0): fast}
     line = row(curves, [curve([0, 20e3], [0.5, 0.45])], "nft", 0)
     assert line["thousand forwards to reward 0.93"] == "16.5, 16.5"
     assert line["forwards relative to DiffusionNFT, published settings"] == "0.20"
