@@ -7,7 +7,7 @@ import torch
 
 from clips import write_clip
 from multi_rank.resuming import tiny_recipe, train_on_rank
-from multi_rank.same_runs import assert_same_runs, records
+from multi_rank.same_runs import assert_same_runs, exported, records
 from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import Framing, centre
 from wfm_ds.data.samples import LocalFile
@@ -117,3 +117,16 @@ def test_sft_draws_begin_with_the_frames_of_what_is_held_out(one_rank, tiny_pipe
         framing = Framing(height=32, width=32, num_frames=9, clip="centre")
         clean = model.encode_media([load_media(LocalFile(clips / f"{name}.mp4"), framing, centre)])[0]
         assert torch.equal(torch.tensor(drawn[name]), clean[:, 0]) == is_given
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "ranks"), [("nft", 1), ("flow_grpo", 2)])
+def test_workers_are_told_the_frames(case, ranks, one_rank, two_ranks, tiny_pipelines, images, tmp_path):
+    """Of Flow-GRPO half of the groups have none, and the second rank reads what the first one sends."""
+    group = one_rank if ranks == 1 else two_ranks
+    one_by_one = ["engine.max_forward_batch=4", "validation.at_start=false"]  # as a worker denoises: a group at a time
+    for name, mode in (("colocated", []), ("async", ["rollout.mode=async", "rollout.max_staleness=0"])):
+        group.run(train_on_rank, **settings(case, tmp_path / name, tiny_pipelines, images, *one_by_one, *mode))
+    assert records(tmp_path / "async") == records(tmp_path / "colocated")
+    ours, theirs = exported(tmp_path / "async"), exported(tmp_path / "colocated")
+    assert all(ours[name].equal(tensor) for name, tensor in theirs.items())

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from wfm_ds.data.samples import pack_prompt, unpack_prompt
+from wfm_ds.models.conditional_frames import padded
 from wfm_ds.rollout.groups import Group
 from wfm_ds.rollout.members import RolloutSample, finite
 from wfm_ds.sampling.denoise import FlowPlan, StoredStep, Trajectory
@@ -29,17 +30,29 @@ class ChunkWork:
 
     def to_json(self) -> dict[str, Any]:
         first = self.samples[0]
+        data = first.group.data
         return {
             "step": self.step,
             "group": first.group_id,
             "prompt": pack_prompt(first.prompt),
             "members": [[s.sample_id, s.seed, s.noise_seed] for s in self.samples],
+            **({} if data is None else {"latent_frames": data.shape[1]}),
         }
 
+    def frames(self) -> npt.NDArray[np.float32] | None:
+        """The latents [C,n,h,w] that the samples are given, n from 0; None in a run that gives none."""
+        group = self.samples[0].group
+        return None if group.data is None else group.data[:, : group.num_conditional_frames].cpu().numpy()
+
     @classmethod
-    def of_json(cls, row: Mapping[str, Any]) -> ChunkWork:
-        """The inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
-        group = Group(prompt=unpack_prompt(row["prompt"]))
+    def of_json(cls, row: Mapping[str, Any], frames: npt.NDArray[Any] | None = None) -> ChunkWork:
+        """The inverse of `to_json` and `frames`. Raises KeyError, TypeError or ValueError for anything else."""
+        prompt, data = unpack_prompt(row["prompt"]), None
+        if frames is not None:
+            if frames.ndim != 4 or frames.dtype != np.float32 or not 0 <= frames.shape[1] < row["latent_frames"]:
+                raise ValueError(f"its given frames are {list(frames.shape)} {frames.dtype}")
+            data = padded(torch.from_numpy(frames), row["latent_frames"])
+        group = Group(prompt=prompt, data=data, num_conditional_frames=0 if frames is None else frames.shape[1])
         samples = [
             RolloutSample(sample_id=sample_id, group_id=row["group"], group=group, seed=seed, noise_seed=noise_seed)
             for sample_id, seed, noise_seed in row["members"]
@@ -112,6 +125,8 @@ def nothing(sample: RolloutSample, plan: FlowPlan, shape: Sequence[int], device:
         transitions=[
             Transition(index=k, latents=zeros, next_latents=zeros, log_prob=zero, mean=mean) for k in plan.stored
         ],
+        data=sample.group.data,
+        num_conditional_frames=sample.group.num_conditional_frames,
     )
 
 
