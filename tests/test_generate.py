@@ -94,7 +94,8 @@ def test_videos_begin_with_the_first_frame(tiny_pipelines, tmp_path, monkeypatch
     pictures = [np.full((48, 32, 3), level, np.uint8) for level in (20, 220)]
     for name, picture in zip(("dark", "bright"), pictures, strict=True):
         Image.fromarray(picture).save(tmp_path / f"{name}.png")
-        common = ["--model", str(tiny_pipelines("cosmos25")), "--guardrail", "off", "--prompts", str(tmp_path / "a.txt")]
+        texts = ["--prompts", str(tmp_path / "a.txt")]
+        common = ["--model", str(tiny_pipelines("cosmos25")), "--guardrail", "off", *texts]
         frame = ["--frames", "5", "--guidance", "2", "--first-frame", str(tmp_path / f"{name}.png")]
         assert main([*common, *frame, "--out", str(tmp_path / name), *SIZE]) == 0
     model = registry.load(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")

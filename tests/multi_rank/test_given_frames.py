@@ -17,7 +17,18 @@ COMMON = ["optimizer.eps=1e-4", "optimizer.lr=3e-2", "run.steps=3", "logging.con
 CASES = {
     "nft": ("cosmos25_i2v_nft", "cosmos25", []),
     "flow_grpo": ("wan22_i2v_flow_grpo", "wan22_ti2v", ["algorithm.clip_ratio=0.03"]),
+    "ddrl": (
+        "cosmos25_ddrl",
+        "cosmos25",
+        [
+            "sampling.num_frames=5",
+            "algorithm.max_num_conditional_frames=1",
+            "algorithm.data_beta=0",
+            "algorithm.kl_beta=.1",
+        ],
+    ),
 }
+RUNS = ("nft", "flow_grpo")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +62,7 @@ def settings(case, folder, tiny_pipelines, images, *overrides):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", RUNS)
 def test_runs_with_given_frames_train_alike_on_one_rank_and_on_two(
     case, one_rank, two_ranks, tiny_pipelines, images, tmp_path
 ):
@@ -120,7 +131,7 @@ def test_sft_draws_begin_with_the_frames_of_what_is_held_out(one_rank, tiny_pipe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "ranks"), [("nft", 1), ("flow_grpo", 2)])
+@pytest.mark.parametrize(("case", "ranks"), [("nft", 1), ("flow_grpo", 2), ("ddrl", 2)])
 def test_workers_are_told_the_frames(case, ranks, one_rank, two_ranks, tiny_pipelines, images, tmp_path):
     """Of Flow-GRPO half of the groups have none, and the second rank reads what the first one sends."""
     group = one_rank if ranks == 1 else two_ranks

@@ -187,6 +187,10 @@ class Recipe(Section):
             raise ValueError(f"{name} does not read the section {' and '.join(unread)}: remove it")
         if self.is_async and not self.rl.algorithm.may_be_async:
             raise ValueError(f"rollout.mode: async is not for algorithm {name}: set it to colocated")
+        if self.is_async and self.data.buckets is not None:
+            raise ValueError(
+                "rollout.mode: async generates samples of one size: remove data.buckets, or set mode: colocated"
+            )
 
     def _data_fits(self) -> None:
         algorithm, data = self.algorithm, self.data

@@ -73,7 +73,6 @@ class Generator:
             given = conditional_latents([m.group for m in members])
             if given is not None:
                 given = ConditionalFrames(given.latents.to(device), given.counts)
-            data = members[0].group.data  # of the chunk's one group
             trajectory = self.sampler.generate(
                 "rollout",
                 [m.prompt for m in members],
@@ -81,7 +80,6 @@ class Generator:
                 self.algorithm.plan(work.step),
                 seeds=[m.seed for m in members],
                 conditional_frames=given,
-                shape=None if data is None else data.shape,
             )
             decoding = self.sampler.decoding(trajectory.clean)
         media, finite = decoding.wait()  # beside the next lane's denoising, on a GPU

@@ -33,7 +33,6 @@ from wfm_ds.rollout.publisher import Publisher, remove_publications
 from wfm_ds.rollout.scores import unpack_scores
 from wfm_ds.rollout.service import RolloutService, trainer_keys
 from wfm_ds.run.job import Job
-from wfm_ds.sampling.denoise import FlowPlan
 from wfm_ds.types import Rollout, Score
 
 log = logging.getLogger(__name__)
@@ -145,7 +144,7 @@ class AsyncSource:
         error = ""
         try:
             if job.world.is_leader:
-                fetched = self._fetched(here, samples, step)
+                fetched = self._fetched(here, step)
         except (PipeError, WireError, KeyError, IndexError, TypeError, ValueError) as raised:
             error = f"rank {job.world.rank} does not have the samples of step {step}: {type(raised).__name__} {raised}"
         errors = [e for e in job.world.gather(error) if e]
@@ -170,21 +169,16 @@ class AsyncSource:
     def close(self) -> None:
         self.client.close()
 
-    def _shape(self, group: Group) -> Sequence[int]:
-        """Of the latents of this group's samples."""
-        return self.job.sampler.latent_shape if group.data is None else group.data.shape
-
-    def _fetched(self, chunks: Sequence[_Planned], samples: Sequence[RolloutSample], step: int) -> dict[str, _Arrays]:
+    def _fetched(self, chunks: Sequence[_Planned], step: int) -> dict[str, _Arrays]:
         """The arrays of these chunks, by task, where there are any. Raises ValueError unless they are what the step's
         plan stores of this many samples."""
-        plan = self.algorithm.plan(step)
-        assert isinstance(plan, FlowPlan)
+        plan, shape = self.algorithm.plan(step), self.job.sampler.latent_shape
         whole = {chunk.task_id: chunk for chunk in chunks if chunk.staleness is not None}
         arrays = {task_id: _arrays(message) for task_id, message in self.client.fetch(whole, FETCH_S).items()}
         for task_id, chunk in whole.items():
             try:
                 found = unpack_trajectory(chunk.layout, arrays[task_id])
-                require_stored(found, chunk.stop - chunk.first, plan, self._shape(samples[chunk.first].group))
+                require_stored(found, chunk.stop - chunk.first, plan, shape)
             except (KeyError, IndexError, TypeError, ValueError) as error:
                 raise ValueError(f"{task_id} is not what its step stores: {type(error).__name__} {error}") from error
         return arrays
@@ -197,9 +191,8 @@ class AsyncSource:
         The hub sends them once, and the ranks have the faster network. Collective in the replica.
         """
         world, plan = self.job.world, self.algorithm.plan(step)
-        assert isinstance(plan, FlowPlan)
         if chunk.staleness is None:
-            return [nothing(samples[i], plan, self._shape(samples[i].group), world.device) for i in rows]
+            return [nothing(samples[i], plan, self.job.sampler.latent_shape, world.device) for i in rows]
         names = world.share(None if arrays is None else list(arrays))
         found = {name: world.share_tensor(None if arrays is None else arrays[name].to(world.device)) for name in names}
         trajectory = unpack_trajectory(chunk.layout, found)

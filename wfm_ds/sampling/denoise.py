@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -45,6 +45,18 @@ class Trajectory:
 class Plan(Protocol):
     """Choices about a rollout, made before it starts: solver, grid, where noise enters, what is stored."""
 
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The steps that are kept for training."""
+
+    @property
+    def keep_means(self) -> bool:
+        """Keep the means of their Gaussians too."""
+
+    @property
+    def keep_states(self) -> bool:
+        """Keep of a step what the denoiser saw, and nothing else."""
+
     def run(
         self, predict: Predict, noise: Tensor, seeds: Sequence[int], given: ConditionalFrames | None = None
     ) -> Trajectory:
@@ -61,6 +73,7 @@ class FlowPlan:
     noisy: tuple[int, ...] = ()  # steps that add noise
     stored: tuple[int, ...] = ()  # those of them that are kept for training
     keep_means: bool = False
+    keep_states: ClassVar[bool] = False
 
     @torch.no_grad()
     def run(

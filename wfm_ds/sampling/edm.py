@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -88,6 +88,8 @@ class EdmPlan:
     start_std: float  # of the churn of the initial state
     last_level: float = LOWEST_LEVEL
     stored: tuple[int, ...] = ()  # the steps whose states are kept
+    keep_means: ClassVar[bool] = False
+    keep_states: ClassVar[bool] = True
 
     def trainable(self) -> list[int]:
         """The steps whose outcome is a Gaussian draw. Never the last one."""

@@ -57,7 +57,6 @@ class DdrlAlgorithm(GivenFramesSettings):
 
     implementation = "wfm_ds.algorithms.ddrl:Ddrl"
     takes_media = True
-    may_be_async = False
     compares_log_probs = False  # with those of the weights at the start of the step, which training computes
     samples_in_edm = True
     chooses_policy = True
@@ -88,6 +87,13 @@ class DdrlAlgorithm(GivenFramesSettings):
 
     def check(self, recipe: OtherSections) -> None:
         super().check(recipe)
+        rollout = recipe.rl.rollout
+        moves = rollout.policy != "reference" or self.update_ref_every > 0
+        if rollout.mode == "async" and rollout.max_staleness > 0 and moves:
+            raise ValueError(
+                "algorithm ddrl compares its samples with the policy as it is, and that moves: set "
+                "rollout.max_staleness: 0"
+            )
         last = recipe.sampling.steps - 1
         if max(self.train_on) >= last:
             raise ValueError(
