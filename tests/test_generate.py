@@ -84,6 +84,31 @@ def test_the_same_command_leaves_the_same_bytes_and_the_batch_changes_nothing_th
         assert np.abs(one - other).max() <= 1
 
 
+def test_videos_begin_with_the_first_frame(tiny_pipelines, tmp_path, monkeypatch, capsys):
+    """The first latents are the image's own, and what follows them depends on it."""
+    decoded, decoding = [], Sampler.decoding
+    monkeypatch.setattr(
+        Sampler, "decoding", lambda self, latents, *rows: decoded.append(latents) or decoding(self, latents, *rows)
+    )
+    (tmp_path / "a.txt").write_text("a cat\n")
+    pictures = [np.full((48, 32, 3), level, np.uint8) for level in (20, 220)]
+    for name, picture in zip(("dark", "bright"), pictures, strict=True):
+        Image.fromarray(picture).save(tmp_path / f"{name}.png")
+        texts = ["--prompts", str(tmp_path / "a.txt")]
+        common = ["--model", str(tiny_pipelines("cosmos25")), "--guardrail", "off", *texts]
+        frame = ["--frames", "5", "--guidance", "2", "--first-frame", str(tmp_path / f"{name}.png")]
+        assert main([*common, *frame, "--out", str(tmp_path / name), *SIZE]) == 0
+    model = registry.load(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
+    for latents, picture in zip(decoded, pictures, strict=True):
+        assert torch.equal(latents[0, :, 0], model.encode_media([picture[8:40]])[0, :, 0])
+    assert (decoded[0][:, :, 1] - decoded[1][:, :, 1]).abs().max() > 1e-3
+    assert "dark.png" in (tmp_path / "dark" / "index.html").read_text()
+    common[1] = str(tiny_pipelines("wan21"))
+    assert main([*common[:2], *common[4:], *frame, "--out", str(tmp_path / "none"), *SIZE]) == 2
+    assert "--first-frame: wan " in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
 def test_full_export_is_a_pipeline(pipeline, prompts, tmp_path):
     model = registry.load(pipeline, dtype=torch.float32, device="cpu")
     with torch.no_grad():
@@ -126,6 +151,8 @@ def test_broken_model_is_not_taken_for_one_that_draws(pipeline, prompts, tmp_pat
         (["--guidance", "3", "--guidance-low", "2"], "has no second expert"),
         (["--guardrail", "off"], "no guardrail to switch off"),
         (["--frames", "5"], "sd3 makes images: num_frames must be 1, got 5"),
+        (["--frames", "5", "--first-frame", "/nowhere.png"], "/nowhere.png is not an image"),
+        (["--first-frame", "a.png"], "it would be the only frame"),
         (["--device", "warp:9"], "--device warp:9 cannot be used here"),
         (["--out", "/dev/null/out"], "/dev/null/out"),
     ],

@@ -47,6 +47,9 @@ def parser() -> Parser:
     p.add_argument("--height", type=positive, required=True, help="pixels")
     p.add_argument("--width", type=positive, required=True, help="pixels")
     p.add_argument("--frames", type=positive, default=1, help="of a video (default 1)")
+    p.add_argument(
+        "--first-frame", metavar="FILE", type=Path, help="an image that every video begins with (image-to-video)"
+    )
     p.add_argument("--fps", type=above_zero, default=FPS, help="of a video (default %(default)g)")
     p.add_argument("--steps", type=positive, default=EVAL_STEPS, help="denoising steps (default %(default)s)")
     p.add_argument("--solver", choices=["ode", "dpm2"], help="of first or second order (default: as the pipeline's)")
@@ -116,11 +119,23 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("--guidance-batch: joint needs --guidance above 1, else there is only one pass to run")
     if args.pipeline is not None and args.lora is not None:
         raise UserError("--lora: not allowed with --pipeline; an export is a --model for a LoRA trained on it")
+    if args.first_frame is not None:
+        check_first_frame(args.first_frame, args.frames)
     quieten_libraries()
     args.title = title(args)
     with contextlib.ExitStack() as held:
         fetch(args, held)
         generate(args)
+
+
+def check_first_frame(file: Path, num_frames: int) -> None:
+    """Raises UserError for what is no image, and where it would be all of the video."""
+    from wfm_ds.data.samples import IMAGE_SUFFIXES
+
+    if num_frames == 1:
+        raise UserError("--first-frame: it would be the only frame; ask for more with --frames")
+    if not file.is_file() or file.suffix.lower() not in IMAGE_SUFFIXES:
+        raise UserError(f"--first-frame: {file} is not an image; name a {', '.join(sorted(IMAGE_SUFFIXES))} file")
 
 
 def fetch(args: argparse.Namespace, held: contextlib.ExitStack) -> None:
@@ -165,9 +180,10 @@ def is_low_precision(args: argparse.Namespace, device: torch.device) -> bool:
 def draw(args: argparse.Namespace, prompts: Sequence[Prompt]) -> None:
     sampler = load_sampler(args)
     sampler.model.check_prompts([prompt.text for prompt in prompts])
+    frame = first_frame(sampler, args.first_frame)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
-        write(sampler, [(prompt, seed) for prompt in prompts for seed in args.seeds], args)
+        write(sampler, [(prompt, seed) for prompt in prompts for seed in args.seeds], args, frame)
     except OSError as error:
         raise UserError(f"{args.out} cannot be written ({error}); free space or choose another folder") from error
     sys.stdout.write(f"{args.out / PAGE}\n")
@@ -237,14 +253,34 @@ def load_sampler(args: argparse.Namespace) -> Sampler:
     return sampler
 
 
-def write(sampler: Sampler, items: Sequence[tuple[Prompt, int]], args: argparse.Namespace) -> None:
-    """Write every file as soon as it is drawn, the table and the page at the end."""
+def first_frame(sampler: Sampler, file: Path | None) -> torch.Tensor | None:
+    """The latents [C,T,h,w] of a video that begins with this image, cut to size around its middle. Raises UserError for
+    a model that continues no images, and for a file that is no image."""
+    from wfm_ds.data.media import load_media
+    from wfm_ds.data.pixels import Framing, centre
+    from wfm_ds.data.samples import LocalFile
+    from wfm_ds.models.conditional_frames import padded
+
+    if file is None:
+        return None
+    model, settings = sampler.model, sampler.settings
+    if 1 not in model.conditional_frames:
+        raise UserError(f"--first-frame: {model.family} ({model.path}) takes no given frames; leave it out")
+    framing = Framing(height=settings.height, width=settings.width, max_upscale=math.inf)
+    image = load_media(LocalFile(str(file)), framing, centre)
+    return padded(model.encode_media([image])[0], sampler.latent_shape[1])
+
+
+def write(
+    sampler: Sampler, items: Sequence[tuple[Prompt, int]], args: argparse.Namespace, frame: torch.Tensor | None = None
+) -> None:
+    """Write every file as soon as it is drawn, the table and the page at the end. frame: see first_frame."""
     from wfm_ds.monitoring import gallery
     from wfm_ds.monitoring.samples import write_media, write_table
 
     lines: list[dict[str, Any]] = []
     entries: list[gallery.Entry] = []
-    for sample, finite in drawn(sampler, items, args.batch):
+    for sample, finite in drawn(sampler, items, args.batch, frame):
         failure = "" if finite else NOT_FINITE
         line = write_media(args.out, len(lines), sample)
         lines.append(line if finite else {**line, "failure": failure})
@@ -264,15 +300,24 @@ def write(sampler: Sampler, items: Sequence[tuple[Prompt, int]], args: argparse.
     (args.out / PAGE).write_text(gallery.page(args.title, facts(sampler, args), entries), encoding="utf-8")
 
 
-def drawn(sampler: Sampler, items: Sequence[tuple[Prompt, int]], batch: int) -> Iterator[tuple[ShownSample, bool]]:
-    """The samples in the order of the items, and whether their latents were finite."""
+def drawn(
+    sampler: Sampler, items: Sequence[tuple[Prompt, int]], batch: int, frame: torch.Tensor | None = None
+) -> Iterator[tuple[ShownSample, bool]]:
+    """The samples in the order of the items, and whether their latents were finite. frame: see first_frame."""
+    import torch
+
     from wfm_ds.chunks import chunks
     from wfm_ds.monitoring.samples import ShownSample
+    from wfm_ds.types import ConditionalFrames
 
     settings, plan = sampler.settings, sampler.evaluation_plan()
     for part in chunks(items, batch):
         prompts, seeds = [prompt for prompt, _ in part], [seed for _, seed in part]
-        media, finite = sampler.media(sampler.generate(PURPOSE, prompts, seeds, plan).clean)
+        given = None
+        if frame is not None:
+            given = ConditionalFrames(torch.stack([frame] * len(part)), torch.ones(len(part), dtype=torch.int64))
+        latents = sampler.generate(PURPOSE, prompts, seeds, plan, conditional_frames=given).clean
+        media, finite = sampler.media(latents)
         for (prompt, seed), item, whole in zip(part, media, finite, strict=True):
             fps = settings.fps if sampler.model.video else None
             yield ShownSample(prompt=prompt.text, prompt_id=prompt.id, seed=seed, media=item, fps=fps), whole
@@ -299,6 +344,7 @@ def facts(sampler: Sampler, args: argparse.Namespace) -> dict[str, str]:
         "sampling": summary(sampler.settings),
         "solver": sampler.eval_solver,
         **negative,
+        **({"first frame": args.first_frame.name} if args.first_frame is not None else {}),
         "prompts": args.prompts.name,
         "seeds": ", ".join(map(str, args.seeds)),
         "dtype": str(sampler.model.dtype).removeprefix("torch."),

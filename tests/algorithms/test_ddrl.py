@@ -323,7 +323,7 @@ def test_steps_without_usable_noise_are_refused(overrides, message):
         (["sampling.s_t_min=5", "sampling.s_t_max=2"], "s_t_min 5.0 must be below s_t_max 2.0"),
         (["algorithm.update_ref_every=4"], "moves a reference that nothing reads"),
         (["sampling.guidance_scale=3"], "trains the prediction without guidance"),
-        (["data.kind=prompts"], "need media: set data.kind: paired"),
+        (["data.kind=prompts"], "data_beta needs captioned media.* set data.kind: paired"),
         (["algorithm.data_beta=0", "algorithm.data_on_first_only=true"], "which data_beta: 0 leaves out"),
         (["algorithm.data_beta=0", "algorithm.data_forward=separate"], "which data_beta: 0 leaves out"),
         (["algorithm.exp_reward_baseline=1"], "only read with exp_reward"),

@@ -36,7 +36,7 @@ class Watched:
     def __init__(self, plan):
         self.plan = plan
 
-    def run(self, predict, noise, seeds):
+    def run(self, predict, noise, seeds, given=None):
         import torch
 
         on_cuda = noise.device.type == "cuda"
@@ -47,7 +47,7 @@ class Watched:
             return predict(latents, sigma)
 
         try:
-            return self.plan.run(watched, noise, seeds)
+            return self.plan.run(watched, noise, seeds, given)
         finally:
             if on_cuda:
                 torch.cuda.set_sync_debug_mode("default")

@@ -77,7 +77,7 @@ class Awm(ForwardProcess):
             "policy/approx_kl": 0.5 * log_ratio.detach().square(),
         }
         for policy_name, beta in self.held_to.items():
-            distance = sample_mean((velocity - references[policy_name]).square())
+            distance = sample_mean((velocity - references[policy_name]).square(), batch.free)
             loss = loss + beta * distance
             stats[f"kl/{policy_name}"] = distance.detach()
         if "kl/ref" in stats:
@@ -86,5 +86,5 @@ class Awm(ForwardProcess):
         return loss, stats | ratio_stats(log_ratio.detach(), *outside, batch.credit)
 
     def _log_prob(self, velocity: Tensor, batch: ForwardBatch) -> Tensor:
-        error = sample_mean((velocity - (batch.noise - batch.clean)).square())
+        error = sample_mean((velocity - (batch.noise - batch.clean)).square(), batch.free)
         return matching_log_prob(error, batch.sigma, self.settings.weighting, self.settings.power)

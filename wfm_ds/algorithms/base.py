@@ -11,6 +11,8 @@ from torch import Tensor
 
 from wfm_ds.algorithms.advantages import Advantages, Rewards, step_advantages
 from wfm_ds.algorithms.batch import Term, TermBatch
+from wfm_ds.pinned import on_device
+from wfm_ds.types import ConditionalFrames
 
 if TYPE_CHECKING:
     from wfm_ds.recipe.algorithms import RlSettings
@@ -85,6 +87,14 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     @abstractmethod
     def assemble(self, terms: Sequence[TermT], rollouts: Sequence[Rollout], device: torch.device) -> BatchT:
         """The tensors of these terms; rollouts: this rank's."""
+
+    def conditional_frames(self, samples: Sequence[Rollout], device: torch.device) -> ConditionalFrames | None:
+        """Return the frames that these samples were given, for `assemble`; None in a run that gives none."""
+        if self.settings.num_conditional_frames[1] == 0:
+            return None
+        latents = torch.stack([sample.data for sample in samples if sample.data is not None])
+        counts = torch.tensor([sample.num_conditional_frames for sample in samples])
+        return ConditionalFrames(latents, on_device(counts, device))
 
     @abstractmethod
     def loss(self, velocity: Tensor, batch: BatchT, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:

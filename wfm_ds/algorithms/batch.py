@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from wfm_ds.sampling.shapes import free_frames
 from wfm_ds.types import ConditionalFrames, Prompt
 
 
@@ -30,6 +31,11 @@ class TermBatch:
     prompts: Sequence[Prompt]  # embedded when a forward needs them: a term for each noise level would hold a copy
     conditional_frames: ConditionalFrames | None = None  # of these samples
     survey: Tensor | None = None  # [B], the sums that RlAlgorithm.surveys asks for
+
+    @property
+    def free(self) -> Tensor | None:
+        """[B,1,T,1,1], 0 on conditional frames: what losses leave out. None where nothing is ever given."""
+        return None if self.conditional_frames is None else free_frames(self.conditional_frames)
 
     def parts(self) -> Sequence[TermBatch]:
         """Return what each forward and backward is about: all of it, unless the terms have more parts than one.

@@ -111,12 +111,10 @@ class DdrlBatch(TermBatch):
             "conditional_frames": frames and ConditionalFrames(frames.latents[rows], frames.counts[rows]),
         }
 
-    def free(self, rows: slice) -> Tensor | None:
-        """[B,1,T,1,1], 0 on conditional frames, of these rows of the forward; None where nothing is ever given."""
-        if self.conditional_frames is None:
-            return None
-        frames = torch.arange(self.latents.shape[2], device=self.latents.device)
-        return (frames >= self.conditional_frames.counts[rows, None]).float().view(-1, 1, len(frames), 1, 1)
+    def free_of(self, rows: slice) -> Tensor | None:
+        """`free` of these rows of the forward."""
+        free = self.free
+        return None if free is None else free[rows]
 
 
 class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
@@ -228,7 +226,7 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
             sigma=torch.cat([sigma, seen.sigma]),
             weight=weight,
             prompts=[sample.prompt for sample in [*samples, *seen.samples]],
-            conditional_frames=self._conditional_frames([*samples, *seen.samples], device),
+            conditional_frames=self.conditional_frames([*samples, *seen.samples], device),
             transitions=Transitions(
                 noise=drawn_normal(on_device(torch.cat(seeds), device), states),
                 gain=gain,
@@ -245,20 +243,14 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
         terms = on_device(torch.tensor(seen.rows, dtype=torch.int64), device)
         return CleanData(clean=seen.clean, noise=seen.noise, terms=terms)
 
-    def _conditional_frames(self, samples: Sequence[Rollout], device: torch.device) -> ConditionalFrames | None:
-        if self.settings.max_num_conditional_frames == 0:
-            return None
-        latents = torch.stack([sample.data for sample in samples if sample.data is not None])
-        return ConditionalFrames(
-            latents, on_device(torch.tensor([sample.num_conditional_frames for sample in samples]), device)
-        )
-
     def loss(self, velocity: Tensor, batch: DdrlBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
         s, count = self.settings, batch.num_states
         loss = torch.zeros_like(batch.weight)
         stats: Stats = {}
         if batch.transitions is not None:
-            loss, stats = self._policy_loss(velocity[:count], batch.transitions, references, batch.free(slice(count)))
+            loss, stats = self._policy_loss(
+                velocity[:count], batch.transitions, references, batch.free_of(slice(count))
+            )
         if batch.data is not None:
             data, has_data = self._data_loss(velocity[count:], batch, batch.data)
             loss = loss + s.data_beta * data
@@ -287,7 +279,7 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
         if len(velocity) == 0:
             return of_terms, of_terms
         rows = slice(batch.num_states, None)
-        losses = data_loss(velocity, data.clean, data.noise, batch.sigma[rows], batch.free(rows))
+        losses = data_loss(velocity, data.clean, data.noise, batch.sigma[rows], batch.free_of(rows))
         return of_terms.index_add(0, data.terms, losses), of_terms.index_fill(0, data.terms, 1.0)
 
     def _measured(self, log_rho: Tensor, advantage: Tensor) -> Stats:

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from wfm_ds.algorithms.base import Stats
 from wfm_ds.algorithms.forward_process import ForwardBatch, ForwardProcess, ForwardTerm
-from wfm_ds.algorithms.supervised import velocity_errors
 from wfm_ds.recipe.algorithms import DgpoAlgorithm
-from wfm_ds.sampling.shapes import sample_mean
+from wfm_ds.sampling.shapes import require_latents, sample_mean
 
 if TYPE_CHECKING:
     from wfm_ds.recipe.algorithms.base import ModelFacts
@@ -51,17 +50,21 @@ class Dgpo(ForwardProcess):
         return str(term.noise_seed)
 
     def surveyed(self, velocity: Tensor, batch: ForwardBatch, references: Mapping[str, Tensor]) -> Tensor:
-        errors = velocity_errors(velocity, batch.clean, batch.noise)
-        ref_errors = velocity_errors(references["ref"], batch.clean, batch.noise)
+        errors, ref_errors = self._errors(velocity, batch), self._errors(references["ref"], batch)
         return batch.credit * self.settings.beta * (errors - ref_errors) / self.group_size
 
     def loss(self, velocity: Tensor, batch: ForwardBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
         assert batch.survey is not None, "the loop surveys"
         weight_B = torch.sigmoid(batch.survey)
-        errors = velocity_errors(velocity, batch.clean, batch.noise)
+        errors = self._errors(velocity, batch)
         stats: Stats = {
             "dgpo/group_weight": weight_B,
             "dgpo/error": errors.detach(),
-            "kl/ref": sample_mean((velocity.detach() - references["ref"]).square()),
+            "kl/ref": sample_mean((velocity.detach() - references["ref"]).square(), batch.free),
         }
         return weight_B * batch.credit * errors, stats
+
+    def _errors(self, velocity: Tensor, batch: ForwardBatch) -> Tensor:
+        """l of each term [B]."""
+        require_latents(velocity=velocity, clean=batch.clean, noise=batch.noise)
+        return sample_mean((velocity - (batch.noise - batch.clean)).square(), batch.free)

@@ -47,6 +47,7 @@ def nft_loss(
     adv_clip_max: float,
     kl_beta: float,
     ref_velocity: Tensor | None = None,
+    free: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each sample [B], unreduced, and its parts: detached [B] by metric tag.
 
@@ -56,7 +57,8 @@ def nft_loss(
 
         l = adv_clip_max*(r*L+ + (1-r)*L-)/beta + kl_beta*mean((v - v_ref)^2),   L+- = mean(e+-^2)/mean|e+-|
 
-    where the mean|e| is a constant of at least 1e-5; wfm_kernels.nft_loss computes it. Only `velocity` gets a gradient,
+    where the mean|e| is a constant of at least 1e-5; wfm_kernels.nft_loss computes it. free [B,1,T,1,1]: 0 on frames
+    that count for nothing, in means and maxima; None where all count. Only `velocity` gets a gradient,
     and sample i's depends on nothing of another sample. The maximum in nft/old_deviation_max is over the elements of a
     sample.
     Raises ValueError for other shapes or dtypes (a [B,1] would share the credit), beta <= 0, and a kl_beta without
@@ -70,6 +72,13 @@ def nft_loss(
     if (kl_beta > 0) != (ref_velocity is not None):
         raise ValueError(f"kl_beta is {kl_beta}, the reference velocity is {'given' if kl_beta == 0 else 'missing'}")
 
+    share: Tensor | float = 1.0  # of the elements that count
+    if free is not None:
+        # With zeros for the others all errors are 0 there: they leave a quotient of two means as it is, and divide any
+        # other mean by too many.
+        velocity, old_velocity, clean_latents, noise = (t * free for t in latents.values())
+        ref_velocity = None if ref_velocity is None else ref_velocity * free
+        share = sample_mean(free)
     parts = fused_nft_loss(
         velocity, old_velocity, clean_latents, noise, sigma, reward_weight, beta=beta, ref_velocity=ref_velocity
     )
@@ -78,15 +87,17 @@ def nft_loss(
         "loss/policy": policy_B,
         "nft/loss_positive": parts.stats["loss_positive"],
         "nft/loss_negative": parts.stats["loss_negative"],
-        "nft/old_deviation": parts.stats["old_deviation"],
+        "nft/old_deviation": parts.stats["old_deviation"] / share,
         "nft/old_deviation_max": parts.stats["old_deviation_max"],
-        "nft/x0_norm": sample_mean(clean_latents.square()),
+        "nft/x0_norm": sample_mean(clean_latents.square()) / share,
         "nft/r_mean": reward_weight,
     }
     loss_B = policy_B
     if parts.kl is not None:
-        loss_B = policy_B + kl_beta * parts.kl  # not in place: loss/policy stays without it
-        stats |= {"loss/kl": parts.kl, "kl/ref": parts.kl, "nft/old_ref_deviation": parts.stats["old_ref_deviation"]}
+        kl_B = parts.kl / share
+        loss_B = policy_B + kl_beta * kl_B  # not in place: loss/policy stays without it
+        deviation = parts.stats["old_ref_deviation"] / share
+        stats |= {"loss/kl": kl_B, "kl/ref": kl_B, "nft/old_ref_deviation": deviation}
     return loss_B, {tag: value.detach() for tag, value in stats.items()}
 
 
@@ -141,6 +152,7 @@ class DiffusionNft(ForwardProcess):
             adv_clip_max=self.settings.adv_clip_max,
             kl_beta=self.settings.kl_beta,
             ref_velocity=references.get("ref"),
+            free=batch.free,
         )
         return loss_B, dict(stats)
 

@@ -33,8 +33,8 @@ from wfm_ds.pinned import columns, on_device
 from wfm_ds.recipe.algorithms import FlowGrpoAlgorithm
 from wfm_ds.sampling.plan import STD, possible_steps
 from wfm_ds.sampling.shapes import require_vectors, sample_mean
+from wfm_ds.sampling.transition import transition_log_prob, transition_mean
 from wfm_ds.seeds import derive_seed
-from wfm_kernels import sde_log_prob
 
 if TYPE_CHECKING:
     from wfm_ds.recipe.algorithms.base import ModelFacts
@@ -57,14 +57,16 @@ def drift(old_log_prob: Tensor, rollout_log_prob: Tensor, clip_range: float) -> 
     return ((old_log_prob - rollout_log_prob).abs() / clip_range).detach()
 
 
-def guarded_log_ratio(mean: Tensor, old_mean: Tensor, next_latents: Tensor, std: Tensor) -> Tensor:
+def guarded_log_ratio(
+    mean: Tensor, old_mean: Tensor, next_latents: Tensor, std: Tensor, free: Tensor | None = None
+) -> Tensor:
     """GRPO-Guard's [B]: (log p - log p_old + mean((mu - mu_old)^2)/(2 s^2)) * s, the ratio's bias taken off and its
     scale evened, in the equal form mean(z*(mu - mu_old)), z = (x' - mu_old)/s, which is exactly 0 when the means agree.
 
-    Latents and means [B, ...] of one shape, std [B]; gradient by `mean` alone.
+    Latents and means [B, ...] of one shape, std [B]; free as in sample_mean; gradient by `mean` alone.
     """
     old = old_mean.detach()
-    return sample_mean((next_latents - old) * (mean - old)) / std
+    return sample_mean((next_latents - old) * (mean - old), free) / std
 
 
 def kl_scale(kind: str, coefficients: Tensor, dt: Tensor) -> Tensor:
@@ -221,6 +223,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
             sigma=sigma,
             weight=weight,
             prompts=[rollouts[t.row].prompt for t in terms],
+            conditional_frames=self.conditional_frames([rollouts[t.row] for t in terms], device),
             next_latents=torch.stack([t.next_latents for t in stored]),
             coefficients=on_device(coefficients, device),
             dt=dt_B,
@@ -245,7 +248,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
             staleness = {"policy/drift": compared.drift, "policy/dropped_fraction": dropped.float()}
         loss, stats = policy, {"loss/policy": policy.detach()}
         if "ref" in references:
-            kl = batch.kl_scale * sample_mean((velocity - references["ref"]).square())
+            kl = batch.kl_scale * sample_mean((velocity - references["ref"]).square(), batch.free)
             loss = policy + s.kl_beta * kl
             stats |= {"loss/kl": kl.detach(), "kl/ref": kl.detach()}
         return loss, stats | staleness | self._measured(compared, batch)
@@ -260,22 +263,23 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         old_log_prob = self._old_log_prob(log_prob, batch, references)
         log_ratio, divergence, moved, start = log_prob - old_log_prob, None, None, None
         if self.compares_means:
+            free = batch.free
             mean = self._mean(velocity, batch)
             old_mean = self._old_mean(mean, batch, references)
             if self.settings.guard:
-                log_ratio = guarded_log_ratio(mean, old_mean, batch.next_latents, std)
+                log_ratio = guarded_log_ratio(mean, old_mean, batch.next_latents, std, free)
             if self.by_divergence:
-                divergence = step_divergence(mean, old_mean, std)
+                divergence = step_divergence(mean, old_mean, std, free)
                 if self.drops_stale:
-                    moved = step_divergence(old_mean, _stored(batch.rollout_mean), std) / self.settings.divergence
+                    moved = step_divergence(old_mean, _stored(batch.rollout_mean), std, free) / self.settings.divergence
                 if batch.first and batch.rollout_mean is not None:
-                    start = step_divergence(mean, batch.rollout_mean, std)
+                    start = step_divergence(mean, batch.rollout_mean, std, free)
         if self.drops_stale and not self.by_divergence:
             moved = drift(old_log_prob, batch.rollout_log_prob, min(self.clip_low, self.clip_high))
         return Compared(log_prob.detach(), old_log_prob.detach(), log_ratio, divergence, moved, start)
 
     def _log_prob(self, velocity: Tensor, batch: TransitionBatch) -> Tensor:
-        return sde_log_prob(velocity, batch.latents, batch.next_latents, batch.coefficients)
+        return transition_log_prob(velocity, batch.latents, batch.next_latents, batch.coefficients, batch.free)
 
     def _old(self, batch: TransitionBatch, references: Mapping[str, Tensor]) -> Literal["own", "rollout", "recomputed"]:
         """Name the source of the probabilities under the weights of the rollout; `own`: these are still the weights."""
@@ -302,8 +306,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
                 return self._mean(references["old"], batch)
 
     def _mean(self, velocity: Tensor, batch: TransitionBatch) -> Tensor:
-        c_x, c_v = (batch.coefficients[:, i].float().view(-1, *[1] * (velocity.ndim - 1)) for i in (0, 1))
-        return c_x * batch.latents + c_v * velocity
+        return transition_mean(velocity, batch.latents, batch.coefficients)
 
     def _outside(self, compared: Compared) -> tuple[Tensor, Tensor]:
         """Tell which terms [B] have left the trust region towards a higher, and which towards a lower probability."""

@@ -114,6 +114,7 @@ class ForwardProcess(RlAlgorithm[ForwardTerm, ForwardBatch]):
             sigma=sigma,
             weight=weight,
             prompts=[s.prompt for s in samples],
+            conditional_frames=self.conditional_frames(samples, device),
             clean=clean,
             noise=noise,
             credit=credit,

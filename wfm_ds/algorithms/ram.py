@@ -13,17 +13,19 @@ from wfm_ds.recipe.algorithms import RamAlgorithm
 from wfm_ds.sampling.shapes import require_latents, require_vectors, sample_mean
 
 
-def ram_loss(velocity: Tensor, ref_velocity: Tensor, clean: Tensor, noise: Tensor, tilt: Tensor) -> Tensor:
+def ram_loss(
+    velocity: Tensor, ref_velocity: Tensor, clean: Tensor, noise: Tensor, tilt: Tensor, free: Tensor | None = None
+) -> Tensor:
     """mean((v - target)^2) of each sample [B], with the constant target v_ref + R*(u - v), u = noise - clean.
 
     Velocities and latents [B,C,h,w] or [B,C,T,h,w] float32, both velocities at the same noisy latents; tilt R [B]
-    float32. Raises ValueError for other shapes and dtypes.
+    float32; free as in sample_mean. Raises ValueError for other shapes and dtypes.
     """
     require_latents(velocity=velocity, ref_velocity=ref_velocity, clean=clean, noise=noise)
     require_vectors(velocity, tilt=tilt)
     factor = tilt.view(-1, *[1] * (velocity.ndim - 1))
     target = (ref_velocity + factor * (noise - clean - velocity)).detach()
-    return sample_mean((velocity - target).square())
+    return sample_mean((velocity - target).square(), free)
 
 
 class Ram(ForwardProcess):
@@ -38,12 +40,13 @@ class Ram(ForwardProcess):
         return math.expm1(tilt) if self.settings.tilt == "exp" else tilt
 
     def loss(self, velocity: Tensor, batch: ForwardBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
-        loss = ram_loss(velocity, references["ref"], batch.clean, batch.noise, batch.credit)
+        free = batch.free
+        loss = ram_loss(velocity, references["ref"], batch.clean, batch.noise, batch.credit, free)
         kept = velocity.detach()
-        distance = sample_mean((kept - references["ref"]).square())
+        distance = sample_mean((kept - references["ref"]).square(), free)
         return loss, {
             "loss/policy": loss.detach(),
             "kl/ref": distance,
-            "ram/velocity_error": sample_mean((kept - (batch.noise - batch.clean)).square()),
+            "ram/velocity_error": sample_mean((kept - (batch.noise - batch.clean)).square(), free),
             "ram/tilt_abs_mean": batch.credit.abs(),
         }

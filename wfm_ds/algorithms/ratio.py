@@ -32,10 +32,10 @@ def divergence_policy_loss(log_ratio: Tensor, divergence: Tensor, advantage: Ten
     return (-advantage * ratio).masked_fill(dropped, 0.0)
 
 
-def step_divergence(mean: Tensor, old_mean: Tensor, std: Tensor) -> Tensor:
+def step_divergence(mean: Tensor, old_mean: Tensor, std: Tensor, free: Tensor | None = None) -> Tensor:
     """KL of two denoise steps N(mean, s^2) and N(old_mean, s^2) over the number of elements, constant:
-    mean((mean - old_mean)^2)/(2 s^2) [B]. Means [B, ...] of one shape, std [B]."""
-    return (sample_mean((mean - old_mean).square()) / (2 * std.square())).detach()
+    mean((mean - old_mean)^2)/(2 s^2) [B]. Means [B, ...] of one shape, std [B]; free as in sample_mean."""
+    return (sample_mean((mean - old_mean).square(), free) / (2 * std.square())).detach()
 
 
 def outside_clip(log_ratio: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:

@@ -58,7 +58,7 @@ class TrainingData:
     prompts: list[Prompt]  # RL: to train on; the captions, where there are samples
     samples: list[Sample]  # to train on
     bad: Mapping[str, Sequence[str]]  # what else the training data holds: names by reason, of REASONS
-    held_out: list[Sample]  # SFT: for the validation loss
+    held_out: list[Sample]  # for validation: SFT, of its loss; what draws begin with, where samples are given frames
     shown: list[Prompt]  # what validation samples
 
     @property
@@ -79,10 +79,14 @@ def load_data(recipe: Recipe) -> TrainingData:
         found = scanned(data, data.shards, pairs=False)
         samples, bad = found.drawn(found.samples), found.bad
         prompts = [sample.prompt for sample in samples]
+        if validation.path is not None:
+            held_out = scanned(data, [validation.path], pairs=False).samples
     else:
         found = scanned(data, data.shards, pairs=recipe.algorithm.takes_pairs)
         (samples, held_out), bad = divided(found, recipe), found.bad
     of_data = distinct(held_out or samples) if samples else prompts
+    if samples and recipe.algorithm.num_conditional_frames[1] > 0:  # two media of one caption are two beginnings
+        of_data = list({sample.prompt.id: sample.prompt for sample in held_out or samples}.values())
     shown = load_prompt_file(validation.prompts) if validation.prompts else of_data
     shown = shown[: validation.num_prompts]
     return TrainingData(prompts=prompts, samples=samples, bad=bad, held_out=held_out, shown=shown)
@@ -178,7 +182,7 @@ def buckets_of(recipe: Recipe, model: SizedModel) -> Buckets:
     framing = Framing(
         height=size.height,
         width=size.width,
-        num_frames=size.num_frames,
+        num_frames=frames_read(recipe, model),
         fps=data.fps,
         clip=data.clip,
         crop=data.crop,
@@ -186,6 +190,22 @@ def buckets_of(recipe: Recipe, model: SizedModel) -> Buckets:
         allow_repeats=data.allow_repeats,
     )
     return Buckets(framing, sizes)
+
+
+def trains_on_data(recipe: Recipe) -> bool:
+    """Return whether the data is part of what an RL run learns from, not only of what its samples begin with."""
+    algorithm = recipe.rl.algorithm
+    return algorithm.num_data(algorithm.terms_per_sample(recipe.sampling)) > 0
+
+
+def frames_read(recipe: Recipe, model: SizedModel) -> int:
+    """Return the number of frames of a clip of the data: where rollouts are trained on and nothing else, those that
+    samples are given, so that an image is enough for one; else those of a sample."""
+    size, (_, most) = recipe.sampling, recipe.algorithm.num_conditional_frames
+    if not recipe.is_rl or most == 0 or trains_on_data(recipe):
+        return size.num_frames
+    num_latents = model.latent_shape(size.height, size.width, size.num_frames)[1]
+    return 1 + (most - 1) * (size.num_frames - 1) // max(1, num_latents - 1)
 
 
 def dealt(samples: Sequence[Sample], buckets: Buckets, world: World, workers: int) -> list[int]:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from wfm_ds.pinned import on_device
+from wfm_ds.sampling.shapes import free_frames
+from wfm_ds.types import ConditionalFrames
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
@@ -49,6 +51,11 @@ def frames_in(conditioning: Conditioning) -> FramesInLatents | None:
     return FramesInLatents(conditioning[LATENTS], conditioning[MASK])
 
 
+def padded(latents: Tensor, num_frames: int) -> Tensor:
+    """Latents [..., t,h,w] of the first frames of a video as those [..., T,h,w] of all, zeros behind them."""
+    return pad(latents, (0, 0, 0, 0, 0, num_frames - latents.shape[-3]))
+
+
 def with_conditional_frames(conditioning: Conditioning, latents: Tensor, counts: Tensor) -> Conditioning:
     """The conditioning plus the first counts[i] latent frames of latents[i]; counts [B] integer, 0 for none.
 
@@ -62,6 +69,4 @@ def with_conditional_frames(conditioning: Conditioning, latents: Tensor, counts:
     num_frames = latents.shape[2]
     if counts.device.type == "cpu" and not bool(((counts >= 0) & (counts < num_frames)).all()):
         raise ValueError(f"of {num_frames} latent frames 0 to {num_frames - 1} may be given, got {counts.tolist()}")
-    frames = torch.arange(num_frames, device=latents.device)
-    mask = (frames < on_device(counts, latents.device)[:, None]).float().view(-1, 1, num_frames, 1, 1)
-    return {**conditioning, LATENTS: latents, MASK: mask}
+    return {**conditioning, LATENTS: latents, MASK: 1 - free_frames(ConditionalFrames(latents, counts))}

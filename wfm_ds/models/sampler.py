@@ -104,7 +104,7 @@ class Sampler:
             return self.velocity(purpose, latents, sigma_B, conditions, expert, contrast_purpose=purpose)
 
         noise = seeded_normal(noise_seeds, shape or self.latent_shape, self.model.device)
-        return plan.run(predict, noise, noise_seeds if seeds is None else seeds)
+        return plan.run(predict, noise, noise_seeds if seeds is None else seeds, conditional_frames)
 
     def velocity(
         self,

@@ -10,7 +10,14 @@ from typing import Any
 
 from pydantic import model_validator
 
-from wfm_ds.recipe.algorithms import Algorithm, RlSections, RlSettings, SupervisedSettings, VlmSftAlgorithm
+from wfm_ds.recipe.algorithms import (
+    Algorithm,
+    GivenFramesSettings,
+    RlSections,
+    RlSettings,
+    SupervisedSettings,
+    VlmSftAlgorithm,
+)
 from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.recipe.section import Section
@@ -152,6 +159,7 @@ class Recipe(Section):
         self._data_fits()
         self._all_keys_are_read()
         self.algorithm.check(self)
+        self._draws_have_frames()
         self._samples_can_be_chosen()
         if self.rollout is not None and self.rollout.cuda_graph and not self.is_async:
             self._can_be_recorded()
@@ -176,13 +184,17 @@ class Recipe(Section):
             raise ValueError(f"{name} does not read the section {' and '.join(unread)}: remove it")
         if self.is_async and not self.rl.algorithm.may_be_async:
             raise ValueError(f"rollout.mode: async is not for algorithm {name}: set it to colocated")
+        if self.is_async and self.data.buckets is not None:
+            raise ValueError(
+                "rollout.mode: async generates samples of one size: remove data.buckets, or set mode: colocated"
+            )
 
     def _data_fits(self) -> None:
         algorithm, data = self.algorithm, self.data
         kinds = {
             "prompts": (algorithm.takes_prompts, "data.kind: prompts"),
             "captioned media": (
-                algorithm.takes_media,
+                algorithm.takes_media or algorithm.num_conditional_frames[1] > 0,
                 "captioned media: data.kind folder, paired, cosmos or webdataset",
             ),
             "pairs": (algorithm.takes_pairs, "data.kind: pairs"),
@@ -190,8 +202,21 @@ class Recipe(Section):
         }
         fits = [data.kind] if data.kind in kinds else ["captioned media", *(["pairs"] if data.is_own_kind else [])]
         if not any(kinds[kind][0] for kind in fits):
+            if isinstance(algorithm, GivenFramesSettings) and fits[0] == "captioned media":
+                raise ValueError(
+                    f"algorithm {algorithm.name} reads the media of data.kind {data.kind} where samples are given "
+                    "frames of them: set algorithm.max_num_conditional_frames, or data.kind: prompts"
+                )
             needed = " or ".join(words for taken, words in kinds.values() if taken)
             raise ValueError(f"algorithm {algorithm.name} needs {needed}")
+
+    def _draws_have_frames(self) -> None:
+        least = self.algorithm.num_conditional_frames[0]
+        if least and self.validation.prompts is not None:
+            raise ValueError(
+                f"validation.prompts has texts alone, and every sample is given frames "
+                f"(algorithm.min_num_conditional_frames {least}): remove it, and name media in validation.path"
+            )
 
     def _all_keys_are_read(self) -> None:
         if unread := unread_keys(self):
@@ -331,7 +356,8 @@ def unread_keys(recipe: Recipe) -> list[str]:
     if recipe.algorithm.trains_language:
         return unread_of(recipe, [*unread, *(("validation", key) for key in OF_SAMPLES), ("logging", "sample_every")])
     if recipe.is_rl:
-        unread += [("validation", key) for key in OF_HELD_OUT_MEDIA]
+        gives = recipe.algorithm.num_conditional_frames[1] > 0
+        unread += [("validation", key) for key in OF_HELD_OUT_MEDIA if not (gives and key == "path")]
         unread += [("data", "caption_dropout")] if "caption_dropout" not in data else []
     else:
         unread += [*(("sampling", key) for key in OF_ROLLOUTS), ("validation", "rollout_correlation")]

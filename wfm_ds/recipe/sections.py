@@ -320,7 +320,8 @@ class ValidationRecipe(Section):
     at_start: bool = True
     """Evaluate before the first step too."""
     prompts: UserPath | None = None
-    """A .txt or .jsonl prompt file for samples and rewards. Unset: the training prompts."""
+    """A .txt or .jsonl prompt file for samples and rewards. Unset: the training prompts; where samples are given frames
+    of the data, captioned media of `path`, else held out, else of the training data, whose first frames begin them."""
     num_prompts: PositiveInt = 16
     """Prompts used, from the top of the list. SFT and DPO score no samples and draw
     logging.num_samples at most."""
@@ -330,7 +331,8 @@ class ValidationRecipe(Section):
     """RL: sample the same prompts and seeds with the rollout's steps and solver too, and report the rank correlation of
     the rewards of both: whether rollouts of so few steps tell good samples from bad ones."""
     path: UserAddress | None = None
-    """SFT and DPO: data of the kind of data.kind for the validation loss. Unset: `holdout` of the training data."""
+    """Data of the kind of data.kind: SFT and DPO, for the validation loss; wherever samples are given frames, media
+    that validation draws begin with. Unset: `holdout` of the training data, in RL the training data itself."""
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """SFT and DPO: share of the training data kept out of training, chosen by a hash of the sample id."""
     num_images: PositiveInt = 64

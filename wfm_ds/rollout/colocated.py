@@ -8,13 +8,13 @@ import torch
 
 from wfm_ds.algorithms import RlAlgorithm
 from wfm_ds.chunks import chunks, even_shares
-from wfm_ds.rollout.groups import Group, GroupSource
+from wfm_ds.rollout.groups import Group, GroupSource, conditional_latents
 from wfm_ds.rollout.members import RolloutSample, StepRollouts, rolled_out, step_members
 from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.rollout.scores import Submissions, gather_scores
 from wfm_ds.run.job import Job
 from wfm_ds.sampling.denoise import Plan, Trajectory
-from wfm_ds.types import ConditionalFrames, Score
+from wfm_ds.types import Score
 
 
 class ColocatedSource:
@@ -96,11 +96,3 @@ class ColocatedSource:
         """{reward: Score} of every member on all ranks, in member order; collective."""
         by_id = gather_scores(self.job.world, self.rewards.wait() | rollouts.broken)
         return [by_id[m.sample_id] for m in rollouts.members]
-
-
-def conditional_latents(groups: Sequence[Group]) -> ConditionalFrames | None:
-    """Conditional latents that samples of these groups are given; None if they are given none."""
-    if not any(group.num_conditional_frames for group in groups):
-        return None
-    data = [group.data for group in groups if group.data is not None]
-    return ConditionalFrames(torch.stack(data), torch.tensor([group.num_conditional_frames for group in groups]))

@@ -19,10 +19,12 @@ from wfm_ds.models.sampler import Sampler
 from wfm_ds.models.text_cache import TextCache
 from wfm_ds.pipes.worker import Progress
 from wfm_ds.recipe.sampling import SamplingRecipe
+from wfm_ds.rollout.groups import conditional_latents
 from wfm_ds.rollout.packing import ChunkWork
 from wfm_ds.rollout.publisher import Manifest
 from wfm_ds.rollout.weights import PolicyWeights
 from wfm_ds.sampling.denoise import Trajectory
+from wfm_ds.types import ConditionalFrames
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
@@ -67,13 +69,17 @@ class Generator:
             publication = self.weights.use(manifest)
             if self._begin is not None:
                 self._begin()
-            members = work.samples
+            members, device = work.samples, self.sampler.model.device
+            given = conditional_latents([m.group for m in members])
+            if given is not None:
+                given = ConditionalFrames(given.latents.to(device), given.counts)
             trajectory = self.sampler.generate(
                 "rollout",
                 [m.prompt for m in members],
                 [m.noise_seed for m in members],
                 self.algorithm.plan(work.step),
                 seeds=[m.seed for m in members],
+                conditional_frames=given,
             )
             decoding = self.sampler.decoding(trajectory.clean)
         media, finite = decoding.wait()  # beside the next lane's denoising, on a GPU

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from wfm_ds.algorithms.advantages import group_variance
@@ -21,7 +22,7 @@ from wfm_ds.data.replica import read_once
 from wfm_ds.data.samples import pack_prompt, unpack_prompt
 from wfm_ds.data.spread import SpreadTable, Weights, drawn
 from wfm_ds.seeds import derive_seed
-from wfm_ds.types import Prompt
+from wfm_ds.types import ConditionalFrames, Prompt
 
 if TYPE_CHECKING:
     from wfm_ds.run.job import Job
@@ -36,6 +37,14 @@ class Group:
     prompt: Prompt
     data: Tensor | None = None  # clean latents [C,...] float32 of its medium, where a sample of the group is
     num_conditional_frames: int = 0  # first latent frames of it that the samples are given
+
+
+def conditional_latents(groups: Sequence[Group]) -> ConditionalFrames | None:
+    """Return the latents that samples of these groups are given, a row for each; None if they are given none."""
+    if not any(group.num_conditional_frames for group in groups):
+        return None
+    data = [group.data for group in groups if group.data is not None]
+    return ConditionalFrames(torch.stack(data), torch.tensor([group.num_conditional_frames for group in groups]))
 
 
 RewardedGroup: TypeAlias = tuple[Group, Sequence[float | None]]
@@ -178,9 +187,11 @@ class PairGroups:
         self.num_groups, size = job.recipe.rl.rollout.prompts_per_step, job.recipe.rl.rollout.group_size
         first = job.world.dp_rank * job.derived.samples_per_rank
         self.mine = range(first // size, (first + job.derived.samples_per_rank - 1) // size + 1)
+        self._before: dict[int, dict[str, Any]] = {}  # what was known of bad files before a step's were read
 
     def groups(self, step: int) -> list[Group]:
         job = self.job
+        self._before.setdefault(step, self.source.state())
         here = [(step - 1) * self.num_groups + g for g in self.mine]
         with job.timer("data_wait"):
             media = read_once(job.world, lambda: self.source.at(here, ahead=[p + self.num_groups for p in here]))
@@ -200,12 +211,15 @@ class PairGroups:
 
     def observe(self, step: int, rewarded: Sequence[RewardedGroup]) -> None:
         """Ignore them: the order does not depend on rewards."""
+        self._before = {later: state for later, state in self._before.items() if later > step}
 
     def stats(self) -> dict[str, float]:
         return self.source.bad_counts(self.job.world.replica_sums)
 
     def state(self) -> dict[str, Any]:
-        return {"sources": self.job.world.replica_gather(self.source.state())}
+        """Without the steps that were read ahead, which the run that goes on reads again."""
+        known = self._before[min(self._before)] if self._before else self.source.state()
+        return {"sources": self.job.world.replica_gather(known)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.source.restore_from_ranks(state["sources"], self.job.world.dp_rank, self.job.world.dp_size)

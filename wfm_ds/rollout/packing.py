@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from wfm_ds.data.samples import pack_prompt, unpack_prompt
+from wfm_ds.models.conditional_frames import padded
 from wfm_ds.rollout.groups import Group
 from wfm_ds.rollout.members import RolloutSample, finite
-from wfm_ds.sampling.denoise import FlowPlan, StoredStep, Trajectory
+from wfm_ds.sampling.denoise import Plan, StoredStep, Trajectory
 from wfm_ds.types import Rollout, Transition
 
 Arrays = Sequence[tuple[str, npt.NDArray[np.float32]]]
@@ -29,17 +30,29 @@ class ChunkWork:
 
     def to_json(self) -> dict[str, Any]:
         first = self.samples[0]
+        data = first.group.data
         return {
             "step": self.step,
             "group": first.group_id,
             "prompt": pack_prompt(first.prompt),
             "members": [[s.sample_id, s.seed, s.noise_seed] for s in self.samples],
+            **({} if data is None else {"latent_frames": data.shape[1]}),
         }
 
+    def frames(self) -> npt.NDArray[np.float32] | None:
+        """The latents [C,n,h,w] that the samples are given, n from 0; None in a run that gives none."""
+        group = self.samples[0].group
+        return None if group.data is None else group.data[:, : group.num_conditional_frames].cpu().numpy()
+
     @classmethod
-    def of_json(cls, row: Mapping[str, Any]) -> ChunkWork:
-        """The inverse of `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
-        group = Group(prompt=unpack_prompt(row["prompt"]))
+    def of_json(cls, row: Mapping[str, Any], frames: npt.NDArray[Any] | None = None) -> ChunkWork:
+        """The inverse of `to_json` and `frames`. Raises KeyError, TypeError or ValueError for anything else."""
+        prompt, data = unpack_prompt(row["prompt"]), None
+        if frames is not None:
+            if frames.ndim != 4 or frames.dtype != np.float32 or not 0 <= frames.shape[1] < row["latent_frames"]:
+                raise ValueError(f"its given frames are {list(frames.shape)} {frames.dtype}")
+            data = padded(torch.from_numpy(frames), row["latent_frames"])
+        group = Group(prompt=prompt, data=data, num_conditional_frames=0 if frames is None else frames.shape[1])
         samples = [
             RolloutSample(sample_id=sample_id, group_id=row["group"], group=group, seed=seed, noise_seed=noise_seed)
             for sample_id, seed, noise_seed in row["members"]
@@ -50,7 +63,8 @@ class ChunkWork:
 def pack_trajectory(trajectory: Trajectory) -> tuple[dict[str, Any], Arrays]:
     """(layout, arrays): `clean` [n, ...]; where steps are stored also `points` [n, p, ...], the latents before and
     after them, each once although one step's end is often the next one's beginning, `log_prob` [n, w] and, if the plan
-    keeps them, `mean` [n, w, ...]. The layout says which points belong to which step. What is not finite becomes 0."""
+    keeps them, `mean` [n, w, ...]; where states are kept `states` [n, s, ...]. The layout says which points and states
+    belong to which step. What is not finite becomes 0."""
     arrays: list[tuple[str, Tensor]] = [("clean", trajectory.clean)]
     points: list[Tensor] = []
     layout: list[list[int]] = []
@@ -63,7 +77,10 @@ def pack_trajectory(trajectory: Trajectory) -> tuple[dict[str, Any], Arrays]:
         arrays += [("points", torch.stack(points, 1)), ("log_prob", _stacked([s.log_prob for s in trajectory.stored]))]
         means = [s.mean for s in trajectory.stored if s.mean is not None]
         arrays += [("mean", _stacked(means))] if means else []
-    return {"steps": layout}, [(name, finite(tensor).float().cpu().numpy()) for name, tensor in arrays]
+    if trajectory.states:
+        arrays.append(("states", _stacked([trajectory.states[k] for k in sorted(trajectory.states)])))
+    steps = {"steps": layout, "states": sorted(trajectory.states)}
+    return steps, [(name, finite(tensor).float().cpu().numpy()) for name, tensor in arrays]
 
 
 def unpack_trajectory(layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Trajectory:
@@ -78,16 +95,18 @@ def unpack_trajectory(layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
         )
         for w, (index, before, after) in enumerate(layout["steps"])
     ]
-    return Trajectory(tensors["clean"], stored)
+    states = {int(k): tensors["states"][:, place] for place, k in enumerate(layout["states"])}
+    return Trajectory(tensors["clean"], stored, states)
 
 
-def require_stored(found: Trajectory, count: int, plan: FlowPlan, shape: Sequence[int]) -> None:
+def require_stored(found: Trajectory, count: int, plan: Plan, shape: Sequence[int]) -> None:
     """Raises ValueError unless it is what `plan` stores of `count` samples with latents [*shape], as float32."""
-    if tuple(s.index for s in found.stored) != plan.stored:
-        raise ValueError(f"it has the steps {[s.index for s in found.stored]}, not {list(plan.stored)}")
+    steps = sorted(found.states) if plan.keep_states else [s.index for s in found.stored]
+    if steps != list(plan.stored) or (found.stored if plan.keep_states else found.states):
+        raise ValueError(f"it has the steps {steps}, not {list(plan.stored)}, or more of them than these")
     if any((s.mean is None) == plan.keep_means for s in found.stored):
         raise ValueError(f"it has {'no' if plan.keep_means else 'the'} means of its steps")
-    latents = [("clean", found.clean)]
+    latents = [("clean", found.clean), *(("states", state) for state in found.states.values())]
     for stored in found.stored:
         latents += [("latents", stored.latents), ("next_latents", stored.next_latents)]
         latents += [("mean", stored.mean)] if stored.mean is not None else []
@@ -98,7 +117,7 @@ def require_stored(found: Trajectory, count: int, plan: FlowPlan, shape: Sequenc
             raise ValueError(f"its {name} are {list(tensor.shape)} {tensor.dtype}, not {list(size)} float32")
 
 
-def nothing(sample: RolloutSample, plan: FlowPlan, shape: Sequence[int], device: torch.device) -> Rollout:
+def nothing(sample: RolloutSample, plan: Plan, shape: Sequence[int], device: torch.device) -> Rollout:
     """A stand-in for a sample that could not be made: zeros that keep ranks equal. It has no reward, so weight 0."""
     zeros, zero = torch.zeros(tuple(shape), device=device), torch.zeros((), device=device)
     mean = zeros if plan.keep_means else None
@@ -110,8 +129,12 @@ def nothing(sample: RolloutSample, plan: FlowPlan, shape: Sequence[int], device:
         noise_seed=sample.noise_seed,
         clean_latents=zeros,
         transitions=[
-            Transition(index=k, latents=zeros, next_latents=zeros, log_prob=zero, mean=mean) for k in plan.stored
+            Transition(index=k, latents=zeros, next_latents=zeros, log_prob=zero, mean=mean)
+            for k in (() if plan.keep_states else plan.stored)
         ],
+        states=dict.fromkeys(plan.stored, zeros) if plan.keep_states else {},
+        data=sample.group.data,
+        num_conditional_frames=sample.group.num_conditional_frames,
     )
 
 

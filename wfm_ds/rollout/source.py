@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from wfm_ds.pipes.unfinished import TaskRequest
 from wfm_ds.pipes.wire import Message, WireError
 from wfm_ds.rollout import KIND
 from wfm_ds.rollout.coordinator import Chunk, Closed, Coordinator
-from wfm_ds.rollout.groups import GroupSource
+from wfm_ds.rollout.gathering import gathered_frames
+from wfm_ds.rollout.groups import Group, GroupSource
 from wfm_ds.rollout.identity import identity
 from wfm_ds.rollout.members import RolloutSample, StepRollouts, rolled_out, step_members
 from wfm_ds.rollout.packing import ChunkWork, nothing, require_stored, unpack_trajectory
@@ -31,7 +33,6 @@ from wfm_ds.rollout.publisher import Publisher, remove_publications
 from wfm_ds.rollout.scores import unpack_scores
 from wfm_ds.rollout.service import RolloutService, trainer_keys
 from wfm_ds.run.job import Job
-from wfm_ds.sampling.denoise import FlowPlan
 from wfm_ds.types import Rollout, Score
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,8 @@ class AsyncSource:
         run = job.recipe.run.output_dir.name[:100].replace("/", "_")
         self.client = PipeClient(endpoint, run=f"{run}-{self.life}", client=f"rank{job.world.rank}", keys=keys)
         self.publisher = Publisher(job, algorithm.rollout_policy, self.life, service.hub if service else None)
-        self.lead = _Lead(job, self.life, groups, self.client, service) if service is not None else None
+        self.lead = _Lead(job, self.life, self.client, service) if service is not None else None
+        self._groups: dict[int, list[Group]] = {}  # of admitted steps
         self._scores: dict[str, dict[str, Score]] = {}
         self._stats: dict[str, float] = {}
 
@@ -102,8 +104,12 @@ class AsyncSource:
             return
         with self.job.timer("publish"):
             self.publisher.publish(step)
-        if self.lead is not None:
-            self.lead.published(step)
+        admitted = self.lead.admitted(step) if self.lead is not None else None
+        for later in self.job.world.broadcast(admitted):
+            self._groups[later] = self.groups.groups(later)
+            told = gathered_frames(self.job, self._groups[later])
+            if self.lead is not None:
+                self.lead.submit(later, told)
 
     def wait(self, step: int) -> bool:
         """Collective. False if a rank is asked to stop before the step's samples are there. Raises RunError on all
@@ -124,7 +130,7 @@ class AsyncSource:
         """Collective; `wait` has returned. Raises RunError on all ranks if a sample cannot be fetched or read."""
         job = self.job
         samples = step_members(
-            self.groups.groups(step),
+            self._groups.pop(step),
             group_size=self.settings.group_size,
             step=step,
             run_seed=job.recipe.run.seed,
@@ -167,7 +173,6 @@ class AsyncSource:
         """The arrays of these chunks, by task, where there are any. Raises ValueError unless they are what the step's
         plan stores of this many samples."""
         plan, shape = self.algorithm.plan(step), self.job.sampler.latent_shape
-        assert isinstance(plan, FlowPlan)
         whole = {chunk.task_id: chunk for chunk in chunks if chunk.staleness is not None}
         arrays = {task_id: _arrays(message) for task_id, message in self.client.fetch(whole, FETCH_S).items()}
         for task_id, chunk in whole.items():
@@ -186,7 +191,6 @@ class AsyncSource:
         The hub sends them once, and the ranks have the faster network. Collective in the replica.
         """
         world, plan = self.job.world, self.algorithm.plan(step)
-        assert isinstance(plan, FlowPlan)
         if chunk.staleness is None:
             return [nothing(samples[i], plan, self.job.sampler.latent_shape, world.device) for i in rows]
         names = world.share(None if arrays is None else list(arrays))
@@ -220,12 +224,13 @@ class AsyncSource:
 class _Lead:
     """Rank 0's part: admits groups, books what is finished, and says when a step is whole."""
 
-    def __init__(self, job: Job, life: str, groups: GroupSource, client: PipeClient, service: RolloutService) -> None:
-        self.job, self.groups, self.client, self.service = job, groups, client, service
+    def __init__(self, job: Job, life: str, client: PipeClient, service: RolloutService) -> None:
+        self.job, self.client, self.service = job, client, service
         self.hub: Hub = service.hub
         self.life = life
         self._coordinator: Coordinator | None = None
-        self._samples: dict[int, list[RolloutSample]] = {}  # of admitted steps
+        self._samples: dict[int, list[RolloutSample]] = {}  # of admitted steps, with the frames that they are given
+        self._admitted: dict[int, list[tuple[Chunk, str]]] = defaultdict(list)  # by step, not submitted yet
         self._results: dict[str, Mapping[str, Any]] = {}  # meta by task id
         self._finished_at_s = self.client.now_s()
 
@@ -234,8 +239,8 @@ class _Lead:
         assert self._coordinator is not None, "nothing is published"
         return self._coordinator
 
-    def published(self, step: int) -> None:
-        """The hub knows the policy after `step`: admit what may be generated with it."""
+    def admitted(self, step: int) -> list[int]:
+        """The hub knows the policy after `step`: return the steps that may be generated with it, to be submitted."""
         recipe = self.job.recipe
         if self._coordinator is None:  # where the run begins, or goes on
             self._coordinator = Coordinator(
@@ -249,7 +254,21 @@ class _Lead:
             )
         self.coordinator.publish(step)
         self._finished_at_s = self.client.now_s()
-        admitted = self.coordinator.admit()
+        for chunk, task_id in self.coordinator.admit():
+            self._admitted[chunk.step].append((chunk, task_id))
+        return sorted(self._admitted)
+
+    def submit(self, step: int, groups: Sequence[Group]) -> None:
+        """Send an admitted step to the workers. groups: all of it, with their frames."""
+        recipe = self.job.recipe
+        self._samples[step] = step_members(
+            groups,
+            group_size=recipe.rl.rollout.group_size,
+            step=step,
+            run_seed=recipe.run.seed,
+            same_noise=recipe.sampling.same_noise,
+        )
+        admitted = self._admitted.pop(step)
         for at in range(0, len(admitted), MAX_ROWS):
             self._submit(admitted[at : at + MAX_ROWS])
 
@@ -318,31 +337,24 @@ class _Lead:
 
     def _submit(self, tasks: Sequence[tuple[Chunk, str]]) -> None:
         """A chunk that no message holds is given up by itself: this rank must not leave the others alone."""
-        rows = [ChunkWork(chunk.step, self._chunk_samples(chunk)).to_json() for chunk, _ in tasks]
+        works = [ChunkWork(chunk.step, self._chunk_samples(chunk)) for chunk, _ in tasks]
+        rows, frames = [work.to_json() for work in works], [work.frames() for work in works]
+        arrays = [("frames", given) for given in frames if given is not None]  # of all, or of none
         until_s = self.client.now_s() + TASK_S
         requests = [TaskRequest(task_id, KIND, i, i + 1, until_s) for i, (_, task_id) in enumerate(tasks)]
         try:
-            self.client.submit(rows, [], requests)
+            self.client.submit(rows, arrays, requests)
         except WireError as error:
             if len(tasks) == 1:
                 log.error("%s cannot be sent: %s", tasks[0][1], error)
                 self.coordinator.give_up(tasks[0][1], f"cannot be sent: {error}")
                 return
-            half = len(tasks) // 2  # long prompts: the header has a limit
+            half = len(tasks) // 2  # long prompts or large frames: a message has limits
             self._submit(tasks[:half])
             self._submit(tasks[half:])
 
     def _chunk_samples(self, chunk: Chunk) -> list[RolloutSample]:
-        recipe = self.job.recipe
-        if chunk.step not in self._samples:
-            self._samples[chunk.step] = step_members(
-                self.groups.groups(chunk.step),
-                group_size=recipe.rl.rollout.group_size,
-                step=chunk.step,
-                run_seed=recipe.run.seed,
-                same_noise=recipe.sampling.same_noise,
-            )
-        base = chunk.group * recipe.rl.rollout.group_size
+        base = chunk.group * self.job.recipe.rl.rollout.group_size
         return self._samples[chunk.step][base + chunk.first : base + chunk.stop]
 
 

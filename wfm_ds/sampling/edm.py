@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from torch import Tensor
 from wfm_ds.sampling.denoise import Predict, Trajectory, step_seeds
 from wfm_ds.sampling.noise import drawn_normal
 from wfm_ds.sampling.shapes import require_latents
+
+if TYPE_CHECKING:
+    from wfm_ds.types import ConditionalFrames
 
 SOLVERS = ("edm_2ab", "edm_euler")
 HIGHEST_LEVEL, LOWEST_LEVEL, RHO = 200.0, 0.01, 7.0
@@ -84,13 +88,17 @@ class EdmPlan:
     start_std: float  # of the churn of the initial state
     last_level: float = LOWEST_LEVEL
     stored: tuple[int, ...] = ()  # the steps whose states are kept
+    keep_means: ClassVar[bool] = False
+    keep_states: ClassVar[bool] = True
 
     def trainable(self) -> list[int]:
         """The steps whose outcome is a Gaussian draw. Never the last one."""
         return [k for k, step in enumerate(self.steps) if step.std > 0]
 
     @torch.no_grad()
-    def run(self, predict: Predict, noise: Tensor, seeds: Sequence[int]) -> Trajectory:
+    def run(
+        self, predict: Predict, noise: Tensor, seeds: Sequence[int], given: ConditionalFrames | None = None
+    ) -> Trajectory:
         """See Plan.run; N + 1 predictions, the result is x0_hat at the last level. ValueError for noise of the wrong
         shape or dtype.
 

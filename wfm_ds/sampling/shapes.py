@@ -3,8 +3,15 @@ sample."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+from wfm_ds.pinned import on_device
+
+if TYPE_CHECKING:
+    from wfm_ds.types import ConditionalFrames
 
 # float64 is for checking formulas; training is float32. Half precision and integers would lose digits silently.
 DTYPES = (torch.float32, torch.float64)
@@ -33,6 +40,13 @@ def require_vectors(latents: Tensor, **vectors: Tensor) -> None:
             raise ValueError(f"{name} must be [{len(latents)}], one value per sample, got {list(tensor.shape)}")
         if tensor.dtype != latents.dtype:
             raise ValueError(f"{name} must be {latents.dtype} like the latents, got {tensor.dtype}")
+
+
+def free_frames(frames: ConditionalFrames) -> Tensor:
+    """[B,1,T,1,1] float32 on the device of the latents: 0 on conditional frames, 1 elsewhere."""
+    places = torch.arange(frames.latents.shape[2], device=frames.latents.device)
+    counts = on_device(frames.counts, frames.latents.device)
+    return (places >= counts[:, None]).float().view(len(counts), 1, -1, 1, 1)
 
 
 def sample_mean(tensor: Tensor, free: Tensor | None = None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from wfm_ds.distributed.lifecycle import StopFlag, seconds_since_start
 from wfm_ds.distributed.world import World
 from wfm_ds.engine.engine import DenoiserEngine
 from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.conditional_frames import padded
 from wfm_ds.monitoring.monitor import Monitor
 from wfm_ds.recipe.derived import Derived, derive
 from wfm_ds.recipe.schema import Recipe
@@ -33,6 +34,7 @@ from wfm_ds.run.model import check_attention, load_model
 from wfm_ds.training.caches import latent_cache
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
+from wfm_ds.training.first_frames import first_frames
 from wfm_ds.training.preflight import counted, preflight
 from wfm_ds.training.rl import RlLoop
 from wfm_ds.training.sft import SftLoop, ValidationLoss, clean_latents
@@ -40,6 +42,9 @@ from wfm_ds.training.texts_ahead import texts_of
 from wfm_ds.training.validation import Validator
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from wfm_ds.data.order import TrainingSample
     from wfm_ds.rollout.base import Source
     from wfm_ds.rollout.groups import GroupSource
     from wfm_ds.run.mirror import Mirror
@@ -197,7 +202,8 @@ def supervision(
     framings = [buckets.framings[place] for place in world.share(places)]
     algorithm = build_supervised(recipe)
     loss = ValidationLoss(job, algorithm, held_out, framings) if held_out else None
-    return SftLoop(job, algorithm, source, Validator(job, data.shown, loss=loss), exporter, checkpoints)
+    shown, frames = first_frames(job, data)
+    return SftLoop(job, algorithm, source, Validator(job, shown, loss=loss, frames=frames), exporter, checkpoints)
 
 
 def reinforcement(
@@ -224,7 +230,8 @@ def reinforcement(
     else:
         source = ColocatedSource(job, groups, rewards, algorithm)
     plan = algorithm.plan if recipe.validation.rollout_correlation else None
-    validator = Validator(job, data.shown, rewards=rewards, rollout_plan=plan)
+    shown, frames = first_frames(job, data)
+    validator = Validator(job, shown, rewards=rewards, rollout_plan=plan, frames=frames)
     return RlLoop(job, algorithm, source, validator, exporter, checkpoints)
 
 
@@ -249,4 +256,10 @@ def group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources
         cached=job.cached_latents,
     )
     resources.callback(source.close)
-    return PairGroups(job, source, functools.partial(clean_latents, job), algorithm.settings.num_conditional_frames)
+    given = algorithm.settings.num_conditional_frames
+
+    def encode(samples: Sequence[TrainingSample]) -> Tensor:
+        latents = clean_latents(job, samples)
+        return padded(latents, job.sampler.latent_shape[1]) if given[1] else latents
+
+    return PairGroups(job, source, encode, given)

@@ -24,11 +24,10 @@ from wfm_ds.algorithms.sft import (
 )
 from wfm_ds.algorithms.supervised import Supervised, velocity_errors
 from wfm_ds.chunks import chunks
-from wfm_ds.data.media import load_media
 from wfm_ds.data.order import BatchSource, TrainingSample
-from wfm_ds.data.pixels import Framing, centre
+from wfm_ds.data.pixels import Framing
 from wfm_ds.data.replica import read_once
-from wfm_ds.data.samples import Media, Sample
+from wfm_ds.data.samples import Sample
 from wfm_ds.models.base import NegativeText
 from wfm_ds.models.conditional_frames import MASK, with_conditional_frames
 from wfm_ds.models.text_cache import Text
@@ -38,6 +37,7 @@ from wfm_ds.sampling.noise import noised, noisy_latents, seeded_normal
 from wfm_ds.seeds import derive_seed, uniform
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
+from wfm_ds.training.first_frames import medium_latents
 from wfm_ds.training.loop import Loop
 from wfm_ds.training.micro import KEPT_ON_HOST, KEPT_SHARE, MicroBatches
 from wfm_ds.training.outcome import StepReport, engine_metrics
@@ -298,19 +298,5 @@ class ValidationLoss:
         world, sample = self.job.world, self.samples[index]
         if not world.is_leader:
             return world.share_tensor(None)
-        rows = [self.encoded(media, self.framings[index]) for media in sample.all_media]
+        rows = [medium_latents(self.job, media, self.framings[index]) for media in sample.all_media]
         return world.share_tensor(torch.stack(rows))
-
-    def encoded(self, media: Media, framing: Framing) -> Tensor:
-        """Clean latents [...] of a medium, read and encoded unless the run keeps them.
-
-        Raises DataError, on this rank alone, if the file can no longer be read: replicas read different numbers of
-        samples, so they have no moment to agree on it.
-        """
-        cache = self.job.latents
-        latents = None if cache is None else cache.read(media, framing)
-        if latents is None:
-            latents = self.job.model.encode_media([load_media(media, framing, centre)])[0]
-            if cache is not None:
-                cache.write(media, framing, latents)
-        return latents.to(self.job.world.device)

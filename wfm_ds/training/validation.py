@@ -17,6 +17,7 @@ from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.rollout.scores import Scores, decoded, gather_scores, submit_pictures
 from wfm_ds.run.job import Job
 from wfm_ds.sampling.denoise import Plan
+from wfm_ds.training.first_frames import FirstFrames
 from wfm_ds.types import Prompt, Score
 
 
@@ -41,10 +42,13 @@ class Validator:
         rewards: RewardClient | None = None,
         loss: Loss | None = None,
         rollout_plan: Callable[[int], Plan] | None = None,
+        frames: FirstFrames | None = None,
     ) -> None:
-        """rollout_plan: of an RL step's rollouts. Given with `rewards`, samples of it are scored beside the others."""
+        """rollout_plan: of an RL step's rollouts. Given with `rewards`, samples of it are scored beside the others.
+        frames: what samples of these prompts begin with."""
         settings = job.recipe.validation
         self.job, self.rewards, self.loss, self.rollout_plan = job, rewards, loss, rollout_plan
+        self.frames = frames
         chosen = prompts[: settings.num_prompts]
         # Seed-major: the first samples are one of each prompt.
         items = [(prompt, seed) for seed in settings.seeds for prompt in chosen]
@@ -122,7 +126,8 @@ class Validator:
         for part in chunks(mine, job.recipe.engine.max_forward_batch):
             chosen = [items[k % len(items)] for k in part]
             prompts, seeds = [prompt for prompt, _ in chosen], [seed for _, seed in chosen]
-            latents = job.sampler.generate("validation", prompts, seeds, plan).clean
+            given = None if self.frames is None else self.frames.of(prompts)
+            latents = job.sampler.generate("validation", prompts, seeds, plan, conditional_frames=given).clean
             if scored_as is not None:
                 assert self.rewards is not None
                 # Items beyond the last are repeats that keep replicas equal: scored under ids that nobody asks for.

@@ -12,6 +12,7 @@ from pydantic import Field, SerializeAsAny, ValidationError, ValidatorFunctionWr
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.algorithms.awm import AwmAlgorithm as AwmAlgorithm
 from wfm_ds.recipe.algorithms.base import AlgorithmSettings as AlgorithmSettings
+from wfm_ds.recipe.algorithms.base import GivenFramesSettings as GivenFramesSettings
 from wfm_ds.recipe.algorithms.base import RlSections as RlSections
 from wfm_ds.recipe.algorithms.base import RlSettings as RlSettings
 from wfm_ds.recipe.algorithms.base import num_of_share as num_of_share

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.sampling import EDM_SOLVERS, SamplingRecipe
@@ -210,6 +210,41 @@ class RlSettings(AlgorithmSettings):
             raise ValueError(f"best_of_n {self.best_of_n} takes as many best as worst samples: make it even")
         if self.combine == "gdpo" and self.advantage_std != "group":
             raise ValueError("combine: gdpo normalises each reward within its group: set advantage_std: group")
+        return self
+
+
+class GivenFramesSettings(RlSettings):
+    """The keys of algorithms whose samples may be given frames of the data (models/conditional_frames.py)."""
+
+    min_num_conditional_frames: NonNegativeInt = 0
+    """Smallest number of first latent frames of its medium that a group of rollouts is given, clean and outside the
+    loss: 0 none, 1 an image, 2 a video."""
+    max_num_conditional_frames: NonNegativeInt = 0
+    """Largest such number; one is drawn for each group. Above 0 the data is captioned media, and validation draws begin
+    with frames too."""
+
+    @property
+    def num_conditional_frames(self) -> tuple[int, int]:
+        return self.min_num_conditional_frames, self.max_num_conditional_frames
+
+    @property
+    def needs_media(self) -> bool:
+        """These settings give samples frames of the data, or train on it."""
+        return self.max_num_conditional_frames > 0
+
+    def check(self, recipe: OtherSections) -> None:
+        super().check(recipe)
+        if self.needs_media and recipe.data.kind == "prompts":
+            key = "max_num_conditional_frames" if self.max_num_conditional_frames else "data_beta"
+            raise ValueError(
+                f"algorithm.{key} needs captioned media, and data.kind: prompts has texts alone: set data.kind: paired"
+            )
+
+    @model_validator(mode="after")
+    def _ordered_frames(self) -> GivenFramesSettings:
+        low, high = self.num_conditional_frames
+        if low > high:
+            raise ValueError(f"min_num_conditional_frames {low} is above max_num_conditional_frames {high}: raise it")
         return self
 
 

@@ -7,12 +7,12 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 from wfm_ds.errors import RecipeError
-from wfm_ds.recipe.algorithms.base import ModelFacts, OtherSections, RlSettings
+from wfm_ds.recipe.algorithms.base import GivenFramesSettings, ModelFacts, OtherSections
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.recipe.sections import RolloutRecipe
 
 
-class DdrlAlgorithm(RlSettings):
+class DdrlAlgorithm(GivenFramesSettings):
     """DDRL (arXiv 2512.04332): policy gradients on churned EDM rollouts, held to the data by a diffusion loss."""
 
     name: Literal["ddrl"]
@@ -48,10 +48,6 @@ class DdrlAlgorithm(RlSettings):
     """`joint`: rollout states and noisy data go through the denoiser in one forward. `separate`: the data has a forward
     and backward of its own in the same optimizer step, so that the activations of only one of the two are kept. The
     gradient is the same; it takes less memory, and twice as many forwards of half the size."""
-    min_num_conditional_frames: NonNegativeInt = 0
-    """Smallest number of latent frames of the data that a group of rollouts is given: 0 none, 1 an image, 2 a video."""
-    max_num_conditional_frames: NonNegativeInt = 0
-    """Largest such number; one is drawn for each group from those that the model takes."""
     exp_reward: bool = False
     """Train on exp_reward_baseline - exp(-A) in place of the advantage A."""
     exp_reward_baseline: NonNegativeFloat = 0.0
@@ -61,19 +57,13 @@ class DdrlAlgorithm(RlSettings):
 
     implementation = "wfm_ds.algorithms.ddrl:Ddrl"
     takes_media = True
-    may_be_async = False
     compares_log_probs = False  # with those of the weights at the start of the step, which training computes
     samples_in_edm = True
     chooses_policy = True
 
     @property
-    def num_conditional_frames(self) -> tuple[int, int]:
-        return self.min_num_conditional_frames, self.max_num_conditional_frames
-
-    @property
     def needs_media(self) -> bool:
-        """These settings train on the data itself, or give samples frames of it."""
-        return self.data_beta > 0 or self.max_num_conditional_frames > 0
+        return self.data_beta > 0 or super().needs_media
 
     @property
     def reference(self) -> str:
@@ -97,6 +87,13 @@ class DdrlAlgorithm(RlSettings):
 
     def check(self, recipe: OtherSections) -> None:
         super().check(recipe)
+        rollout = recipe.rl.rollout
+        moves = rollout.policy != "reference" or self.update_ref_every > 0
+        if rollout.mode == "async" and rollout.max_staleness > 0 and moves:
+            raise ValueError(
+                "algorithm ddrl compares its samples with the policy as it is, and that moves: set "
+                "rollout.max_staleness: 0"
+            )
         last = recipe.sampling.steps - 1
         if max(self.train_on) >= last:
             raise ValueError(
@@ -112,11 +109,6 @@ class DdrlAlgorithm(RlSettings):
             raise ValueError(
                 f"algorithm.data_beta trains the prediction without guidance, and sampling.guidance_scale "
                 f"{recipe.sampling.guidance_scale:g} asks for another: set it to 1, or data_beta to 0"
-            )
-        if self.needs_media and recipe.data.kind == "prompts":
-            raise ValueError(
-                "algorithm.data_beta and conditional frames (algorithm.max_num_conditional_frames) need media: set "
-                "data.kind: paired"
             )
 
     def check_model(self, model: ModelFacts) -> None:
@@ -139,11 +131,6 @@ class DdrlAlgorithm(RlSettings):
     def _consistent(self) -> DdrlAlgorithm:
         if len(set(self.train_on)) != len(self.train_on):
             raise ValueError(f"train_on names a step twice: {self.train_on}")
-        if self.min_num_conditional_frames > self.max_num_conditional_frames:
-            raise ValueError(
-                f"min_num_conditional_frames {self.min_num_conditional_frames} is above max_num_conditional_frames "
-                f"{self.max_num_conditional_frames}"
-            )
         about_data = self.data_on_first_only or not self.use_rl_sigma_and_noise or self.data_forward == "separate"
         if self.data_beta == 0 and about_data:
             raise ValueError(

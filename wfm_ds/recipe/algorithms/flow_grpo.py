@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
-from wfm_ds.recipe.algorithms.base import OtherSections, RlSettings, num_of_share
+from wfm_ds.recipe.algorithms.base import GivenFramesSettings, OtherSections, num_of_share
 from wfm_ds.recipe.sampling import NOISE_LEVELS, SamplingRecipe
 from wfm_ds.recipe.sections import RolloutRecipe
 
 
-class FlowGrpoAlgorithm(RlSettings):
+class FlowGrpoAlgorithm(GivenFramesSettings):
     """Policy gradient on the denoise steps of stochastic rollouts: Flow-GRPO (arXiv 2505.05470) and its variants
     Flow-GRPO-Fast, MixGRPO, DanceGRPO, GRPO-Guard and Flow-DPPO, which are settings of it and of `sampling`."""
 

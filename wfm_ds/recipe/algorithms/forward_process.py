@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from wfm_ds.recipe.algorithms.base import ModelFacts, OtherSections, RlSettings, num_of_share
+from wfm_ds.recipe.algorithms.base import GivenFramesSettings, ModelFacts, OtherSections, num_of_share
 from wfm_ds.recipe.sampling import SamplingRecipe
 
 
-class ForwardProcessSettings(RlSettings):
+class ForwardProcessSettings(GivenFramesSettings):
     """Reinforcement learning on clean rollouts that are noised again."""
 
     levels: Literal["grid", "stratified"] = "grid"

@@ -1,0 +1,172 @@
+"""Given frames in every RL algorithm: what is kept of a rollout and what its loss says are those of the other frames
+alone, in float64, whatever the frames of its neighbours in the batch."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from wfm_ds.algorithms import build_rl
+from wfm_ds.errors import RecipeError
+from wfm_ds.models.conditional_frames import frames_in, with_conditional_frames
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.rollout.members import transitions
+from wfm_ds.types import ConditionalFrames, Prompt, Rollout
+
+RECIPE = Path(__file__).parent.parent.parent / "recipes" / "tiny" / "cosmos25_i2v_nft.yaml"
+GRID = torch.tensor([1, 0.9, 0.7, 0.4, 0], dtype=torch.float64)
+SHAPE = (2, 4, 3, 2)  # C, T, h, w
+COUNTS = [1, 0, 3]
+ADVANTAGES = [0.7, -1.3, 2.0]
+CASES = {
+    "nft": {"name": "diffusion_nft", "kl_beta": 0.1},
+    "flow_grpo": {"name": "flow_grpo", "kl_beta": 0.1, "clip_ratio": 0.5},
+    "guard": {"name": "flow_grpo", "guard": True, "old_log_prob": "rollout", "kl_beta": 0.1, "kl_type": "flow_grpo"},
+    "divergence": {"name": "flow_grpo", "trust_region": "divergence", "old_log_prob": "rollout", "divergence": 0.5},
+    "awm": {"name": "awm", "kl_beta": 0.1, "clip_ratio": 0.5},
+    "ram": {"name": "ram"},
+    "dgpo": {"name": "dgpo"},
+}
+
+
+def algorithm(**keys):
+    solver = "flow_sde" if keys["name"] == "flow_grpo" else "ode"
+    return build_rl(
+        Recipe.model_validate(
+            {
+                "run": {"output_dir": "out", "steps": 3},
+                "model": {"path": "tiny:cosmos25"},
+                "data": {"kind": "paired", "path": "p"},
+                "sampling": {"height": 32, "width": 32, "num_frames": 13, "steps": 4, "solver": solver},
+                "algorithm": {"max_num_conditional_frames": 3, **keys},
+                "rollout": {"prompts_per_step": 2, "group_size": 3},
+                "reward": {"functions": [{"name": "color"}]},
+            }
+        ),
+        GRID,
+        SimpleNamespace(flow_shift=1.0, family="f", sigma_ranges=[(0.0, 1.0)]),
+    )
+
+
+def drawn(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rolled_out(rl):
+    """Samples of a denoiser that is told the frames, and the trajectory that they are of."""
+    data = drawn(3, *SHAPE, seed=1)
+    given = ConditionalFrames(data, torch.tensor(COUNTS))
+    frames = frames_in(with_conditional_frames({}, given.latents, given.counts))
+
+    def predict(latents, sigma):
+        return frames.leave(0.3 * frames.enter(latents) + sigma, latents, torch.full((3,), sigma))
+
+    trajectory = rl.plan(1).run(predict, drawn(3, *SHAPE, seed=2), [5, 6, 7], given)
+    samples = [
+        Rollout(
+            sample_id=str(i),
+            group_id="g",
+            prompt=Prompt(id="p", text="p"),
+            seed=5 + i,
+            noise_seed=5 + i,
+            clean_latents=trajectory.clean[i],
+            transitions=transitions(trajectory, i, broken=False),
+            data=data[i],
+            num_conditional_frames=count,
+        )
+        for i, count in enumerate(COUNTS)
+    ]
+    return samples, trajectory
+
+
+def alone(batch, row, count):
+    """The free frames of one term, in float64, as a batch of a run without given frames."""
+
+    def part(value):
+        if not isinstance(value, torch.Tensor):
+            return value
+        value = value[row : row + 1]
+        value = value.double() if value.is_floating_point() else value
+        return value[:, :, count:] if value.ndim == 5 else value
+
+    fields = {field.name: part(getattr(batch, field.name)) for field in dataclasses.fields(batch)}
+    return dataclasses.replace(batch, **{**fields, "prompts": batch.prompts[row : row + 1], "conditional_frames": None})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradient_are_those_of_the_other_frames(case):
+    rl = algorithm(**CASES[case])
+    samples, _ = rolled_out(rl)
+    [terms] = rl.updates(SimpleNamespace(mine=samples, first=0), ADVANTAGES, step=1)
+    terms = [dataclasses.replace(term, first=False) if hasattr(term, "first") else term for term in terms]
+    batch = rl.assemble(terms, samples, torch.device("cpu"))
+    if rl.surveys:
+        batch = dataclasses.replace(batch, survey=drawn(len(terms), seed=9))
+    assert batch.conditional_frames.counts.tolist() == [COUNTS[term.row] for term in terms]
+    velocity = drawn(*batch.latents.shape, seed=3).requires_grad_()
+    references = {policy: velocity.detach() + 0.1 * drawn(*velocity.shape, seed=4) for policy in rl.references}
+    loss, stats = rl.loss(velocity, batch, references)
+    loss.sum().backward()
+    if rl.surveys:
+        surveyed = rl.surveyed(velocity.detach(), batch, references)
+    for row, term in enumerate(terms):
+        count = COUNTS[term.row]
+        assert velocity.grad[row, :, :count].abs().sum() == 0
+        own = velocity.detach()[row : row + 1, :, count:].double().requires_grad_()
+        others = {policy: v[row : row + 1, :, count:].double() for policy, v in references.items()}
+        wanted, figures = rl.loss(own, alone(batch, row, count), others)
+        wanted.sum().backward()
+        torch.testing.assert_close(loss[row].detach().double(), wanted[0].detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(velocity.grad[row, :, count:].double(), own.grad[0], rtol=1e-4, atol=1e-6)
+        for tag, value in figures.items():
+            if not isinstance(value, tuple):
+                torch.testing.assert_close(stats[tag][row].double(), value[0].double(), rtol=1e-4, atol=1e-6, msg=tag)
+        if rl.surveys:
+            want = rl.surveyed(own.detach(), alone(batch, row, count), others)
+            torch.testing.assert_close(surveyed[row].double(), want[0], rtol=1e-4, atol=1e-5)
+
+
+def test_given_frames_hold_still_and_are_no_part_of_log_probabilities():
+    rl = algorithm(**CASES["flow_grpo"])
+    samples, trajectory = rolled_out(rl)
+    for i, (sample, count) in enumerate(zip(samples, COUNTS, strict=True)):
+        assert torch.equal(sample.clean_latents[:, :count], sample.data[:, :count])
+        for stored in trajectory.stored:
+            assert torch.equal(stored.latents[i, :, :count], sample.data[:, :count])
+            assert torch.equal(stored.next_latents[i, :, :count], sample.data[:, :count])
+    [terms] = rl.updates(SimpleNamespace(mine=samples, first=0), ADVANTAGES, step=1)
+    batch = rl.assemble(terms, samples, torch.device("cpu"))
+    velocity = 0.3 * batch.latents + batch.sigma.view(-1, 1, 1, 1, 1)  # on the free frames what the rollout had
+    _, stats = rl.loss(velocity, batch, {"ref": velocity})
+    torch.testing.assert_close(stats["policy/log_prob_mean"], batch.rollout_log_prob, rtol=0, atol=0)
+    for row, term in enumerate(terms):
+        one = alone(batch, row, COUNTS[term.row])
+        _, wanted = rl.loss(velocity[row : row + 1, :, COUNTS[term.row] :].double(), one, {"ref": one.latents})
+        torch.testing.assert_close(
+            batch.rollout_log_prob[row].double(), wanted["policy/log_prob_mean"][0].double(), rtol=1e-5, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["data.kind=prompts", "data.max_upscale=2"],
+            r"max_num_conditional_frames needs captioned media.*set data\.kind: paired",
+        ),
+        (
+            ["algorithm.min_num_conditional_frames=0", "algorithm.max_num_conditional_frames=0"],
+            "reads the media of data.kind paired where samples are given frames of them",
+        ),
+        (["algorithm.min_num_conditional_frames=2"], "min_num_conditional_frames 2 is above max_num"),
+        (["validation.prompts=p.txt"], "validation.prompts has texts alone, and every sample is given frames"),
+        (["validation.num_images=3"], "does not read validation.num_images"),
+        (["rollout.max_refills=1"], "rollout.max_refills is for data.kind: prompts, not paired"),
+    ],
+)
+def test_recipes_that_cannot_give_frames_are_refused(overrides, message):
+    with pytest.raises(RecipeError, match=message):
+        recipe_file.load(RECIPE, overrides)

@@ -1,0 +1,143 @@
+"""Image-to-video by reinforcement learning, as whole runs: on one rank as on two, stopped and continued, and what
+validation draws begins with the frames of its media."""
+
+import numpy as np
+import pytest
+import torch
+
+from clips import write_clip
+from multi_rank.resuming import tiny_recipe, train_on_rank
+from multi_rank.same_runs import assert_same_runs, exported, records
+from wfm_ds.data.media import load_media
+from wfm_ds.data.pixels import Framing, centre
+from wfm_ds.data.samples import LocalFile
+from wfm_ds.models import registry
+
+COMMON = ["optimizer.eps=1e-4", "optimizer.lr=3e-2", "run.steps=3", "logging.console=false", "data.max_bad_fraction=.5"]
+CASES = {
+    "nft": ("cosmos25_i2v_nft", "cosmos25", []),
+    "flow_grpo": ("wan22_i2v_flow_grpo", "wan22_ti2v", ["algorithm.clip_ratio=0.03"]),
+    "ddrl": (
+        "cosmos25_ddrl",
+        "cosmos25",
+        [
+            "sampling.num_frames=5",
+            "algorithm.max_num_conditional_frames=1",
+            "algorithm.data_beta=0",
+            "algorithm.kl_beta=.1",
+        ],
+    ),
+}
+RUNS = ("nft", "flow_grpo")
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """Five captioned pictures of coloured blocks and a clip; the third file is no picture."""
+    from PIL import Image
+
+    folder, draw = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
+    blocks = [np.kron(draw.integers(0, 255, (2, 2, 3)), np.ones((16, 16, 1))).astype(np.uint8) for _ in range(6)]
+    for i, block in enumerate(blocks[:5]):
+        Image.fromarray(block).save(folder / f"{i}.png")
+        (folder / f"{i}.txt").write_text("the same words")
+    write_clip(folder / "5.mp4", pictures=[blocks[5]] * 3, size=(32, 32), fps=16)
+    (folder / "5.txt").write_text("other words")
+    (folder / "2.png").write_bytes(b"nothing")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clips")
+    for i in range(3):
+        write_clip(folder / f"{i}.mp4", count=12, size=(32, 32), fps=16)
+        (folder / f"{i}.txt").write_text(f"clip number {i}")
+    return folder
+
+
+def settings(case, folder, tiny_pipelines, images, *overrides):
+    name, family, of_case = CASES[case]
+    return tiny_recipe(name, folder, tiny_pipelines(family), *COMMON, *of_case, *overrides, data=images)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", RUNS)
+def test_runs_with_given_frames_train_alike_on_one_rank_and_on_two(
+    case, one_rank, two_ranks, tiny_pipelines, images, tmp_path
+):
+    for name, ranks in (("one", one_rank), ("two", two_ranks)):
+        ranks.run(train_on_rank, **settings(case, tmp_path / name, tiny_pipelines, images))
+    assert_same_runs(tmp_path / "one", tmp_path / "two")
+    steps = [r for r in records(tmp_path / "one") if "loss/policy" in r]
+    assert steps[0]["optim/grad_norm"] > 0
+    assert steps[2]["data/bad/decode"] >= 1
+    if case == "flow_grpo":
+        assert {step["policy/ratio_start_abs_dev"] for step in steps} == {0.0}  # rollout and training agree to the bit
+
+
+def train_and_keep_draws(recipe, overrides, stop_at=None):
+    """What validation drew: prompt ids, and the first latent frame of each sample."""
+    from multi_rank.resuming import train_on_rank
+    from wfm_ds.models.sampler import Sampler
+
+    drawn, generate = [], Sampler.generate
+
+    def noted(self, purpose, prompts, *rest, **options):
+        made = generate(self, purpose, prompts, *rest, **options)
+        if purpose == "validation":
+            frames = made.clean[:, :, 0].tolist()
+            drawn.extend(zip([prompt.id for prompt in prompts], frames, strict=True))
+        return made
+
+    Sampler.generate = noted
+    try:
+        ended = train_on_rank(recipe, overrides, stop_at)
+    finally:
+        Sampler.generate = generate
+    return ended | {"drawn": drawn}
+
+
+def test_draws_begin_with_the_images_and_a_stopped_run_goes_on(one_rank, tiny_pipelines, images, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    (ended,) = one_rank.run(train_and_keep_draws, **settings("nft", whole, tiny_pipelines, images))
+    (stopped,) = one_rank.run(train_on_rank, **settings("nft", parts, tiny_pipelines, images), stop_at=1)
+    assert (stopped["status"], stopped["step"]) == ("preempted", 1)
+    one_rank.run(train_on_rank, **settings("nft", parts, tiny_pipelines, images))
+    assert records(parts) == records(whole)
+
+    model = registry.load(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
+    names = [name for name, _ in ended["drawn"]]
+    assert names == ["0", "1", "3"] * 2  # of the first four, those that can be read; at the start and at the end
+    for name, first in ended["drawn"]:
+        picture = load_media(LocalFile(images / f"{name}.png"), Framing(height=32, width=32), centre)
+        assert torch.equal(torch.tensor(first), model.encode_media([picture])[0, :, 0])
+
+
+def test_sft_draws_begin_with_the_frames_of_what_is_held_out(one_rank, tiny_pipelines, clips, tmp_path):
+    """The numbers of frames come in turn: of three samples one is given two latent frames, one one, and one none."""
+    overrides = ["algorithm.max_num_conditional_frames=2", f"validation.path={clips}", "sampling.num_frames=9"]
+    size = ["sampling.height=32", "sampling.width=32", "logging.num_samples=3", "run.steps=1"]
+    recipe = tiny_recipe(
+        "cosmos25_sft", tmp_path / "out", tiny_pipelines("cosmos25"), *COMMON, *overrides, *size, data=clips
+    )
+    (ended,) = one_rank.run(train_and_keep_draws, **recipe)
+    model = registry.load(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
+    drawn = dict(ended["drawn"])
+    for name, is_given in (("0", True), ("1", True), ("2", False)):
+        framing = Framing(height=32, width=32, num_frames=9, clip="centre")
+        clean = model.encode_media([load_media(LocalFile(clips / f"{name}.mp4"), framing, centre)])[0]
+        assert torch.equal(torch.tensor(drawn[name]), clean[:, 0]) == is_given
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "ranks"), [("nft", 1), ("flow_grpo", 2), ("ddrl", 2)])
+def test_workers_are_told_the_frames(case, ranks, one_rank, two_ranks, tiny_pipelines, images, tmp_path):
+    """Of Flow-GRPO half of the groups have none, and the second rank reads what the first one sends."""
+    group = one_rank if ranks == 1 else two_ranks
+    one_by_one = ["engine.max_forward_batch=4", "validation.at_start=false"]  # as a worker denoises: a group at a time
+    for name, mode in (("colocated", []), ("async", ["rollout.mode=async", "rollout.max_staleness=0"])):
+        group.run(train_on_rank, **settings(case, tmp_path / name, tiny_pipelines, images, *one_by_one, *mode))
+    assert records(tmp_path / "async") == records(tmp_path / "colocated")
+    ours, theirs = exported(tmp_path / "async"), exported(tmp_path / "colocated")
+    assert all(ours[name].equal(tensor) for name, tensor in theirs.items())
