@@ -130,6 +130,30 @@ def test_tensorboard_holds_the_same_scalars_and_pictures(finished):
     assert [image.step for image in events.Images("samples")] == [0, 2]
 
 
+def test_an_evaluation_compares_the_run_with_its_base_pair_by_pair(finished, tmp_path, capsys):
+    from wfm_ds.command.main import main
+
+    prompts = tmp_path / "some.txt"
+    prompts.write_text("".join(f"a {color} circle\n" for color in ("red", "green", "blue", "white", "black")))
+    base, out = str(recipe_file.load(finished / "recipe.yaml").model.path), tmp_path / "evaluation"
+    words = [base, base, str(finished), "--prompts", str(prompts), "--judges", "jpeg_incompressibility"]
+    assert main(["evaluate", *words, "--seeds", "2", "--batch", "5", "--out", str(out), "--fail-on", "no gain"]) == 3
+    content = json.loads((out / "evaluation.json").read_text())
+    again, trained = content["models"]
+    for gap in again["differences"].values():  # the same model: the same noise, the same pictures
+        assert gap["value"] == gap["low"] == gap["high"] == gap["better"] == 0
+    assert again["diversity_ratio"]["value"] == 1
+    assert trained["trained_on"] == ["color", "jpeg_compressibility"]
+    assert trained["related"] == ["jpeg_incompressibility"]
+    assert trained["differences"]["color"]["samples"] == 10
+    rows = (out / "evaluation.csv").read_text().splitlines()
+    assert len(rows) == 1 + 3 * 5 * 2
+    for file in re.findall(r'<img src="([^"]*)"', (out / "index.html").read_text()):
+        assert (out / file).is_file()
+    assert lines(out / trained["name"] / "samples.jsonl")[3]["rewards"].keys() == {*trained["differences"]}
+    assert "wrote" in capsys.readouterr().out
+
+
 def test_every_rank_has_a_log(finished):
     for rank in (0, 1):
         assert "LoRA of rank 4 on 19 layers" in (finished / "logs" / f"rank_{rank}.log").read_text()
