@@ -1,4 +1,4 @@
-"""Models as `wfm evaluate` is given them, found: a pipeline, a LoRA on one, an export, or a run; and the recipe behind it."""
+"""Models as `wfm evaluate` is given them: a pipeline, a LoRA on one, an export, or a run; and the recipe behind it."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far the scores of one model are above those of another, pair by pair."""
+    """The distance of one model's scores above another's, pair by pair."""
 
     estimate: Estimate
     better: int  # pairs in which the score is higher
