@@ -19,6 +19,7 @@ from wfm_ds.recipe import file as recipe_file
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = "recipes/tiny/sd3_nft.yaml"
+JUDGES = "validation.judges=[jpeg_incompressibility]"
 DEADLINE_S = 240
 
 
@@ -49,7 +50,7 @@ def run(*arguments, cwd=ROOT, **kwargs):
 def finished(tmp_path_factory):
     """The tiny recipe, by the literal command on two ranks, once for this file."""
     folder = tmp_path_factory.mktemp("runs") / "nft"
-    process = run("--num_gpus", "2", "-m", "wfm_ds.train", RECIPE, f"run.output_dir={folder}")
+    process = run("--num_gpus", "2", "-m", "wfm_ds.train", RECIPE, f"run.output_dir={folder}", JUDGES)
     assert process.returncode == 0, process.stdout + process.stderr
     (folder.parent / "console.txt").write_text(process.stderr)
     return folder
@@ -76,7 +77,7 @@ def test_result_tells_how_the_run_ended(finished):
 
 def test_resolved_recipe_is_a_recipe_with_the_same_values(finished):
     resolved = recipe_file.load(finished / "recipe.yaml")
-    assert resolved == recipe_file.load(ROOT / RECIPE, [f"run.output_dir={finished}"])
+    assert resolved == recipe_file.load(ROOT / RECIPE, [f"run.output_dir={finished}", JUDGES])
 
 
 def test_metrics_have_a_line_per_step_and_per_evaluation(finished):
@@ -110,11 +111,25 @@ def test_every_emitted_tag_is_documented_and_nothing_else(finished):
         r"|reward/total/clipped_fraction"
         r"|time/((ema|survey)_forward|data_wait|encode|export|checkpoint|validation|rollout_wait|publish)"
         r"|rollout/(staleness|dropped|workers|candidates|refills|groups_dropped|regenerated)"
-        r"|val/reward/.*(rank_correlation|rollout_mean)"
+        r"|val/(reward|judge)/.*(rank_correlation|rollout_mean|ci95)"
         r"|perf/(forward(s|ed)_(ema|survey|uncond|validation)|mfu|peak_memory_gib/|tokens_per_second)"
     )
     silent = [tag for tag, p in documented.items() if not any(p.match(e) for e in emitted)]
     assert [tag for tag in silent if not elsewhere.match(tag)] == []
+
+
+def test_judges_are_asked_at_evaluations_alone(finished):
+    records = lines(finished / "metrics.jsonl")
+    first, last = [r for r in records if "val/judge/jpeg_incompressibility/mean" in r]
+    assert "val/alarm" not in first
+    assert last["val/alarm"] == 0
+    moved = last["val/judge/jpeg_incompressibility/mean"] - first["val/judge/jpeg_incompressibility/mean"]
+    assert last["val/judge/jpeg_incompressibility/change"] == pytest.approx(moved)
+    assert not [tag for r in records for tag in r if tag.startswith("reward/jpeg_incompressibility")]
+    shown = lines(finished / "samples" / "step_2" / "samples.jsonl")
+    assert shown[0]["rewards"].keys() == {"color", "jpeg_compressibility", "jpeg_incompressibility"}
+    warned = "validation.judges look at 4 prompts: no alarm can be raised; set validation.num_prompts to 32"
+    assert warned in (finished.parent / "console.txt").read_text()
 
 
 def test_tensorboard_holds_the_same_scalars_and_pictures(finished):

@@ -30,8 +30,8 @@ def judge(
     """Weigh the differences between a model and its base.
 
     trained: names of the rewards that it was trained on, for the sentence, "" for none. total: of their weighted sum,
-    None if that was not measured. judges: those held out. related: judges that look through the same network as a trained reward, so
-    that their rise confirms nothing.
+    None if that was not measured. judges: those held out. related: judges that look through the same network as a
+    trained reward, so that their rise confirms nothing.
     """
     if not trained:
         return Verdict("cannot tell", "it was trained on data, not on rewards", {})
