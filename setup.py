@@ -79,6 +79,7 @@ setup(
         "packaging",
         "psutil",
         "scikit-learn",
+        "scipy",
     ],
     extras_require={
         "reward-ocr": ["rapidocr-onnxruntime>=1.4.4"],

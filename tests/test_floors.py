@@ -26,7 +26,7 @@ FLOORS = (
     ("engine", "data", "algorithms"),
     ("models", "monitoring"),
     ("checkpoint",),
-    ("run", "language"),
+    ("run", "language", "evaluation"),
     ("rollout",),
     ("training",),
     ("train", "generate", "convert", "quickstart", "launch", "recipe_docs", "doctor", "migrate"),

@@ -44,14 +44,22 @@ def parser() -> Parser:
     p.add_argument("--lora", metavar="DIR", help="what a LoRA run exported, safetensors/step_N/lora; or s3://...")
     p.add_argument("--prompts", metavar="FILE", type=Path, required=True, help="a prompt a line (.txt), or .jsonl")
     p.add_argument("--out", metavar="DIR", type=Path, required=True, help="a new or empty folder")
-    p.add_argument("--height", type=positive, required=True, help="pixels")
-    p.add_argument("--width", type=positive, required=True, help="pixels")
-    p.add_argument("--frames", type=positive, default=1, help="of a video (default 1)")
+    p.add_argument("--seeds", type=natural, nargs="+", default=[0], metavar="SEED", help="each draws every prompt once")
+    p.add_argument("--revision", help="branch, tag or commit of a --model of the hub (default main)")
+    add_sampling(p)
     p.add_argument(
         "--first-frame", metavar="FILE", type=Path, help="an image that every video begins with (image-to-video)"
     )
-    p.add_argument("--fps", type=above_zero, default=FPS, help="of a video (default %(default)g)")
-    p.add_argument("--steps", type=positive, default=EVAL_STEPS, help="denoising steps (default %(default)s)")
+    return p
+
+
+def add_sampling(p: argparse.ArgumentParser, *, sized: bool = True) -> None:
+    """Add the options that say how samples are made. sized: a size must be given."""
+    p.add_argument("--height", type=positive, required=sized, help="pixels")
+    p.add_argument("--width", type=positive, required=sized, help="pixels")
+    p.add_argument("--frames", type=positive, default=1, help="of a video (default 1)")
+    p.add_argument("--fps", type=above_zero, default=FPS, help=f"of a video (default {FPS:g})")
+    p.add_argument("--steps", type=positive, default=EVAL_STEPS, help=f"denoising steps (default {EVAL_STEPS})")
     p.add_argument("--solver", choices=["ode", "dpm2"], help="of first or second order (default: as the pipeline's)")
     p.add_argument("--guidance", type=guidance, default=GUIDANCE_SCALE, metavar="W", help="1 (default): none")
     p.add_argument("--guidance-low", type=guidance, metavar="W", help="of a second expert (default: as --guidance)")
@@ -59,10 +67,8 @@ def parser() -> Parser:
         "--guidance-batch", choices=["separate", "joint"], default="separate", help="joint: both passes in one forward"
     )
     p.add_argument("--negative-prompt", metavar="TEXT", help="for prompts without one (default: the family's)")
-    p.add_argument("--seeds", type=natural, nargs="+", default=[0], metavar="SEED", help="each draws every prompt once")
     p.add_argument("--batch", type=positive, default=1, help="samples denoised at once (default 1)")
     p.add_argument("--max-sequence-length", type=positive, metavar="N", help="text tokens (default: the pipeline's)")
-    p.add_argument("--revision", help="branch, tag or commit of a --model of the hub (default main)")
     p.add_argument("--family", metavar="package.module:Class", help="your own model family (docs/models.md)")
     p.add_argument("--prompt-template", choices=["stock", "none"], help="of pipelines that have one")
     p.add_argument("--guardrail", choices=["stock", "off"], default="stock", help="of pipelines that have one")
@@ -73,7 +79,6 @@ def parser() -> Parser:
     p.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16 on a GPU, else float32")
     p.add_argument("--vae-dtype", choices=["bfloat16", "float32"], default="float32", help="default: float32")
     p.add_argument("--device", help="default: cuda if there is one, else cpu")
-    return p
 
 
 def natural(text: str) -> int:

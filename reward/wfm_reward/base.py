@@ -57,6 +57,9 @@ class Reward(ABC):
     less."""
     max_batch: ClassVar[int] = MAX_BATCH
     """The most items that it takes at once. A service or a recipe may ask for fewer, never for more."""
+    backbone: ClassVar[str] = ""
+    """The network that it looks through, where others look through one of the kind: they err together, so neither
+    confirms the other."""
     label_option: ClassVar[str | None] = None
     """The option that LABEL of the name `NAME/LABEL` stands for, if any."""
 

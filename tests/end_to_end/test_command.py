@@ -19,6 +19,7 @@ from wfm_ds.recipe import file as recipe_file
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = "recipes/tiny/sd3_nft.yaml"
+JUDGES = "validation.judges=[jpeg_incompressibility]"
 DEADLINE_S = 240
 
 
@@ -49,7 +50,7 @@ def run(*arguments, cwd=ROOT, **kwargs):
 def finished(tmp_path_factory):
     """The tiny recipe, by the literal command on two ranks, once for this file."""
     folder = tmp_path_factory.mktemp("runs") / "nft"
-    process = run("--num_gpus", "2", "-m", "wfm_ds.train", RECIPE, f"run.output_dir={folder}")
+    process = run("--num_gpus", "2", "-m", "wfm_ds.train", RECIPE, f"run.output_dir={folder}", JUDGES)
     assert process.returncode == 0, process.stdout + process.stderr
     (folder.parent / "console.txt").write_text(process.stderr)
     return folder
@@ -76,7 +77,7 @@ def test_result_tells_how_the_run_ended(finished):
 
 def test_resolved_recipe_is_a_recipe_with_the_same_values(finished):
     resolved = recipe_file.load(finished / "recipe.yaml")
-    assert resolved == recipe_file.load(ROOT / RECIPE, [f"run.output_dir={finished}"])
+    assert resolved == recipe_file.load(ROOT / RECIPE, [f"run.output_dir={finished}", JUDGES])
 
 
 def test_metrics_have_a_line_per_step_and_per_evaluation(finished):
@@ -110,11 +111,25 @@ def test_every_emitted_tag_is_documented_and_nothing_else(finished):
         r"|reward/total/clipped_fraction"
         r"|time/((ema|survey)_forward|data_wait|encode|export|checkpoint|validation|rollout_wait|publish)"
         r"|rollout/(staleness|dropped|workers|candidates|refills|groups_dropped|regenerated)"
-        r"|val/reward/.*(rank_correlation|rollout_mean)"
+        r"|val/(reward|judge)/.*(rank_correlation|rollout_mean|ci95)"
         r"|perf/(forward(s|ed)_(ema|survey|uncond|validation)|mfu|peak_memory_gib/|tokens_per_second)"
     )
     silent = [tag for tag, p in documented.items() if not any(p.match(e) for e in emitted)]
     assert [tag for tag in silent if not elsewhere.match(tag)] == []
+
+
+def test_judges_are_asked_at_evaluations_alone(finished):
+    records = lines(finished / "metrics.jsonl")
+    first, last = [r for r in records if "val/judge/jpeg_incompressibility/mean" in r]
+    assert "val/alarm" not in first
+    assert last["val/alarm"] == 0
+    moved = last["val/judge/jpeg_incompressibility/mean"] - first["val/judge/jpeg_incompressibility/mean"]
+    assert last["val/judge/jpeg_incompressibility/change"] == pytest.approx(moved)
+    assert not [tag for r in records for tag in r if tag.startswith("reward/jpeg_incompressibility")]
+    shown = lines(finished / "samples" / "step_2" / "samples.jsonl")
+    assert shown[0]["rewards"].keys() == {"color", "jpeg_compressibility", "jpeg_incompressibility"}
+    warned = "validation.judges look at 4 prompts: no alarm can be raised; set validation.num_prompts to 32"
+    assert warned in (finished.parent / "console.txt").read_text()
 
 
 def test_tensorboard_holds_the_same_scalars_and_pictures(finished):
@@ -128,6 +143,30 @@ def test_tensorboard_holds_the_same_scalars_and_pictures(finished):
         assert [p.step for p in points] == [1, 2]
         np.testing.assert_allclose([p.value for p in points], [r[tag] for r in records], rtol=1e-6)
     assert [image.step for image in events.Images("samples")] == [0, 2]
+
+
+def test_an_evaluation_compares_the_run_with_its_base_pair_by_pair(finished, tmp_path, capsys):
+    from wfm_ds.command.main import main
+
+    prompts = tmp_path / "some.txt"
+    prompts.write_text("".join(f"a {color} circle\n" for color in ("red", "green", "blue", "white", "black")))
+    base, out = str(recipe_file.load(finished / "recipe.yaml").model.path), tmp_path / "evaluation"
+    words = [base, base, str(finished), "--prompts", str(prompts), "--judges", "jpeg_incompressibility"]
+    assert main(["evaluate", *words, "--seeds", "2", "--batch", "5", "--out", str(out), "--fail-on", "no gain"]) == 3
+    content = json.loads((out / "evaluation.json").read_text())
+    again, trained = content["models"]
+    for gap in again["differences"].values():  # the same model: the same noise, the same pictures
+        assert gap["value"] == gap["low"] == gap["high"] == gap["better"] == 0
+    assert again["diversity_ratio"]["value"] == 1
+    assert trained["trained_on"] == ["color", "jpeg_compressibility"]
+    assert trained["related"] == ["jpeg_incompressibility"]
+    assert trained["differences"]["color"]["samples"] == 10
+    rows = (out / "evaluation.csv").read_text().splitlines()
+    assert len(rows) == 1 + 3 * 5 * 2
+    for file in re.findall(r'<img src="([^"]*)"', (out / "index.html").read_text()):
+        assert (out / file).is_file()
+    assert lines(out / trained["name"] / "samples.jsonl")[3]["rewards"].keys() == {*trained["differences"]}
+    assert "wrote" in capsys.readouterr().out
 
 
 def test_every_rank_has_a_log(finished):

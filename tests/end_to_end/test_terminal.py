@@ -1,5 +1,6 @@
 """What a user sees in a terminal of 80 columns, and can copy from it."""
 
+import json
 import os
 import pty
 import re
@@ -76,8 +77,11 @@ def test_the_lines_that_load_a_run_can_be_copied_from_its_terminal(tmp_path):
     write_digits(tmp_path / "digits")
     out = tmp_path / ("a_folder_with_a_name_of_some_length_" * 3)
     settings = ["run.steps=1", "validation.at_start=false", "logging.tensorboard=false", f"run.output_dir={out}"]
-    settings += [f"data.path={tmp_path / 'digits' / 'images'}"]
+    settings += [f"data.path={tmp_path / 'digits' / 'images'}", "validation.judges=[jpeg_compressibility]"]
     text = in_terminal(["-m", "wfm_ds.train", "recipes/tiny/sd3_sft_lora.yaml", *settings])
     code = copied(text)
     compile(code, "copied", "exec")
     assert str(out) in code
+    last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["val/judge/jpeg_compressibility/mean"] < 0  # a supervised run asks judges too
+    assert "val/alarm" not in last

@@ -92,6 +92,24 @@ def test_it_says_what_the_run_wrote(a_run):
     assert "logging.page" not in said["recipe"]["changed"]  # a default
 
 
+def test_an_alarm_is_shown_as_long_as_the_last_evaluation_raises_it(a_run):
+    write_page(a_run)
+    assert content(a_run)["alarm"] == ""
+    with (a_run / "logs" / "rank_0.log").open("a") as log, (a_run / "metrics.jsonl").open("a") as metrics:
+        log.write("2026-01-02T03:00:04.000Z rank 0 WARNING wfm_ds.training.validation: ALARM: step 30: ocr fell\n")
+        metrics.write(
+            '{"step": 30, "time": "2026-01-02T03:00:30+00:00", "val/judge/ocr/mean": 0.4, "val/alarm": 1.0}\n'
+        )
+    write_page(a_run)
+    said = content(a_run)
+    assert said["alarm"] == "ALARM: step 30: ocr fell"
+    assert "held-out judges" in [panel["title"] for panel in said["panels"]]
+    with (a_run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 40, "time": "2026-01-02T03:00:40+00:00", "val/alarm": 0.0}\n')
+    write_page(a_run)
+    assert content(a_run)["alarm"] == ""
+
+
 def test_its_end_is_that_of_result_json(a_run):
     (a_run / "result.json").write_text(json.dumps({"status": "failed", "step": 7, "message": "no room"}))
     write_page(a_run)

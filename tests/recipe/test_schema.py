@@ -185,3 +185,20 @@ def test_supervised_fine_tuning_has_no_such_view():
     assert recipe.supervised is recipe.algorithm
     with pytest.raises(TypeError, match="sft has neither rollouts nor rewards"):
         recipe.rl  # noqa: B018
+
+
+def test_a_judge_is_held_out_and_asked_as_the_rewards_are():
+    recipe = Recipe.model_validate({**RL, "validation": {"judges": ["ocr", {"name": "digits", "workers": 2}]}})
+    assert [f.name for f in recipe.judging.functions] == ["ocr", "digits"]
+    assert [f.name for f in recipe.scoring.functions] == ["color", "ocr", "digits"]
+    assert [f.name for f in recipe.rl.reward.functions] == ["color"]
+    supervised = Recipe.model_validate({**SFT, "validation": {"judges": ["ocr"]}})
+    assert supervised.scoring.functions == supervised.judging.functions
+    assert Recipe.model_validate(SFT).scoring is None
+    with pytest.raises(ValueError, match=r"color/two is trained on by reward.functions, so it is no held-out judge"):
+        Recipe.model_validate({**RL, "validation": {"judges": ["color/two"]}})
+    logged = {"functions": [{"name": "color"}, {"name": "ocr", "weight": 0}]}
+    with pytest.raises(ValueError, match=r"ocr is in reward.functions too, with weight 0: remove it there"):
+        Recipe.model_validate({**RL, "reward": logged, "validation": {"judges": ["ocr"]}})
+    with pytest.raises(ValueError, match="each may be named once"):
+        Recipe.model_validate({**RL, "validation": {"judges": ["ocr", "ocr"]}})

@@ -50,7 +50,7 @@ def recipe_findings(recipe: Recipe, world_size: int) -> Iterator[Finding]:
         yield from (
             Finding("prompts", "warning", doubt) for doubt in preflight.choice_doubts(recipe, load_data(recipe))
         )
-    if recipe.reward is not None and data.level == "ok":
+    if recipe.scoring is not None and data.level == "ok":
         yield attempt("rewards", lambda: reward_text(recipe))
     yield from places(recipe, world_size)
     try:

@@ -48,10 +48,15 @@ def page(title: str, facts: Mapping[str, str], entries: Sequence[Entry]) -> str:
     prompts are captions instead."""
     groups = [list(group) for _, group in itertools.groupby(entries, key=lambda entry: entry.prompt)]
     if all(len(group) == 1 for group in groups):
-        body = _grid(entries, with_prompt=True)
+        body = grid(entries, with_prompt=True)
     else:
-        parts = [f"<h2>{escape(g[0].prompt)}</h2>\n{_grid(g, with_prompt=False)}" for g in groups]
+        parts = [f"<h2>{escape(g[0].prompt)}</h2>\n{grid(g, with_prompt=False)}" for g in groups]
         body = "\n".join(parts)
+    return document(title, facts, body)
+
+
+def document(title: str, facts: Mapping[str, str], body: str, *, style: str = "") -> str:
+    """A page with this heading and this list of facts above a body that is HTML; style: CSS beside STYLE."""
     listed = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>\n" for k, v in facts.items())
     return f"""<!doctype html>
 <html lang="en">
@@ -60,7 +65,7 @@ def page(title: str, facts: Mapping[str, str], entries: Sequence[Entry]) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
 <style>
-{STYLE}
+{STYLE}{style}
 </style>
 </head>
 <body>
@@ -73,12 +78,14 @@ def page(title: str, facts: Mapping[str, str], entries: Sequence[Entry]) -> str:
 """
 
 
-def _grid(entries: Sequence[Entry], *, with_prompt: bool) -> str:
-    figures = "\n".join(_figure(entry, with_prompt=with_prompt) for entry in entries)
+def grid(entries: Sequence[Entry], *, with_prompt: bool) -> str:
+    """The files of these entries beside each other, as HTML."""
+    figures = "\n".join(figure(entry, with_prompt=with_prompt) for entry in entries)
     return f'<div class="grid">\n{figures}\n</div>'
 
 
-def _figure(entry: Entry, *, with_prompt: bool) -> str:
+def figure(entry: Entry, *, with_prompt: bool) -> str:
+    """A file with its caption, as HTML."""
     link, text = escape(quote(entry.file)), escape(entry.prompt)
     size = f'width="{entry.width}" height="{entry.height}"'
     small = ' class="small"' if max(entry.width, entry.height) < SMALL else ""

@@ -22,6 +22,7 @@ MAX_WARNINGS, MAX_CHARACTERS = 50, 500  # the last ones; of one warning, prompt 
 MAX_RECIPE = 30_000  # characters
 PANELS = (
     ("evaluation", r"val/(reward/.+/mean|accuracy|token_accuracy)"),
+    ("held-out judges", r"val/judge/.+/mean"),
     ("reward while training", r"reward/.+/mean"),
     ("loss", r"(val/)?loss(/.+)?"),
     ("KL", r"kl/.+"),
@@ -33,6 +34,7 @@ PANELS = (
 )
 """What is drawn in one frame: its title, and the tags in it."""
 LOG_LINE = re.compile(r"^(\d{4}-\d\d-\d\dT[\d:.]+Z) rank \d+ ([A-Z]+) [\w.]+: (.*)$")
+ALARM = "ALARM:"  # how the log introduces what the page shows at its top
 LOAD = "load it with:"  # how the log introduces the lines that load the weights
 
 
@@ -111,6 +113,7 @@ class RunReader:
             "panels": self._panels(),
             "clock": self._clock.points(),
             "samples": list(self._samples(self._step)),
+            "alarm": self._alarm if self._is_alarmed else "",
             "warnings": self._warnings,
             "load": "\n".join(self._load)[:MAX_RECIPE],
             "machine": read_object(self.folder / "page" / "machine.json"),
@@ -123,6 +126,7 @@ class RunReader:
         self._curves: dict[str, Curve] = {}
         self._panel_of: dict[str, str | None] = {}
         self._clock = Curve()
+        self._is_alarmed = False  # by the last evaluation
         self._began: float | None = None  # seconds of the first line, as time.time() counts them
         self._step = 0  # the run's last one: of RL, where there may be several optimizer steps in it, `rollout/step`
 
@@ -136,6 +140,7 @@ class RunReader:
         self._clock.add(step, at - self._began)
         number = values.get("rollout/step", None if "rollout/step" in self._panel_of else step)
         self._panel_of |= {"rollout/step": None} if "rollout/step" in values else {}
+        self._is_alarmed = bool(values.get("val/alarm", self._is_alarmed))
         self._step = self._step if number is None else int(number)
         for tag, value in values.items():
             if tag not in self._panel_of:
@@ -158,6 +163,7 @@ class RunReader:
 
     def _forget_log(self) -> None:
         self._warnings: list[dict[str, str]] = []
+        self._alarm = ""  # the last one
         self._load: list[str] = []
         self._is_loading = False
 
@@ -169,6 +175,8 @@ class RunReader:
         time, level, text = found.groups()
         self._is_loading = text == LOAD
         self._load = [] if self._is_loading else self._load
+        if text.startswith(ALARM):
+            self._alarm = text[:MAX_CHARACTERS]
         if level in ("WARNING", "ERROR", "CRITICAL"):
             self._warnings.append({"time": time, "level": level, "text": text[:MAX_CHARACTERS]})
             self._warnings = self._warnings[-MAX_WARNINGS:]

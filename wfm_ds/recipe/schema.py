@@ -30,6 +30,7 @@ from wfm_ds.recipe.sections import (
     LoraRecipe,
     ModelRecipe,
     OptimizerRecipe,
+    RewardFunction,
     RewardRecipe,
     RolloutRecipe,
     RunRecipe,
@@ -41,7 +42,7 @@ OF_ROLLOUTS = ("solver", "noise_level", "window", "explore", "same_noise")
 OF_PROMPT_SETS = ("name", "split", "choose")
 OF_MEDIA = ("fps", "allow_repeats", "clip", "crop", "buckets", "max_upscale", "cache_latents")
 OF_CONVERSATIONS = ("media_path", "system_prompt", "max_tokens", "too_long", "pack", "pixels", "video")
-OF_SAMPLES = ("prompts", "num_prompts", "seeds", "rollout_correlation")  # of validation
+OF_SAMPLES = ("prompts", "num_prompts", "seeds", "rollout_correlation", "judges")  # of validation
 OF_ASYNC = (
     "max_staleness",
     "base_precision",
@@ -108,6 +109,22 @@ class Recipe(Section):
         return self.algorithm
 
     @property
+    def judging(self) -> RewardRecipe | None:
+        """The judges of evaluations as rewards, asked as the recipe's rewards are; None without any."""
+        judges = [RewardFunction(**judge.model_dump()) for judge in self.validation.judges]
+        if not judges:
+            return None
+        asked = self.reward or RewardRecipe(functions=judges)
+        return asked.model_copy(update={"functions": judges, "clip": None, "scale": 1.0})
+
+    @property
+    def scoring(self) -> RewardRecipe | None:
+        """The rewards and the judges: what a service of this run computes. None for a run that scores nothing."""
+        if self.reward is None or self.judging is None:
+            return self.reward or self.judging
+        return self.reward.model_copy(update={"functions": [*self.reward.functions, *self.judging.functions]})
+
+    @property
     def is_async(self) -> bool:
         return self.rollout is not None and self.rollout.mode == "async"
 
@@ -170,8 +187,9 @@ class Recipe(Section):
             self._can_train_in_float8()
         if self.model.denoiser_init == "random" and self.lora is not None:
             raise ValueError("model.denoiser_init: random trains all weights: remove the lora section")
-        if self.reward is not None:
-            self._waits_fit(self.reward)
+        self._judges_are_held_out()
+        if self.scoring is not None:
+            self._waits_fit(self.scoring)
         return self
 
     def _sections_are_there(self) -> None:
@@ -331,6 +349,27 @@ class Recipe(Section):
                 "model.fp8_training: transformer_engine has layers that torch cannot compile: remove engine.compile, "
                 "or set it to torchao"
             )
+
+    def _judges_are_held_out(self) -> None:
+        names = [judge.name for judge in self.validation.judges]
+        if len(set(names)) < len(names):
+            raise ValueError(f"validation.judges: each may be named once, got {names}")
+        functions = [] if self.reward is None else self.reward.functions
+        trained = {f.name.partition("/")[0] for f in functions if f.weight != 0}
+        for name in names:
+            if name.partition("/")[0] in trained:
+                raise ValueError(
+                    f"validation.judges: {name} is trained on by reward.functions, so it is no held-out judge: remove "
+                    "it from one of the two"
+                )
+            if name in [f.name for f in functions]:
+                raise ValueError(
+                    f"validation.judges: {name} is in reward.functions too, with weight 0: remove it there, a judge is "
+                    "asked at evaluations alone"
+                )
+        if self.reward is not None and not self.reward.spawn:
+            for judge in self.validation.judges:  # a service that runs already has settings of its own
+                judge.require_default("workers", "max_batch", unless="reward.spawn: true")
 
     def _waits_fit(self, reward: RewardRecipe) -> None:
         """A rank that waits for rewards as long as it may is not stuck."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -312,6 +313,24 @@ class RewardRecipe(Section):
         return self
 
 
+class Judge(Section):
+    """A reward that is asked at evaluations and never trained on."""
+
+    name: RewardName
+    """A reward of wfm_reward, or `package.module:Class`; one that is no `reward.functions`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to its constructor."""
+    workers: Annotated[int, Field(ge=1, le=256)] = 1
+    """Processes that compute it, when the trainer starts the service."""
+    max_batch: Annotated[int, Field(ge=1, le=64)] = 16
+    """Items that a worker scores at once, when the trainer starts the service."""
+
+
+def _named(value: Any) -> Any:
+    """A judge's name stands for the judge."""
+    return {"name": value} if isinstance(value, str) else value
+
+
 class ValidationRecipe(Section):
     """Evaluation at intervals, deterministic and equal for every step, run and world size. Uses EMA weights if any."""
 
@@ -323,13 +342,17 @@ class ValidationRecipe(Section):
     """A .txt or .jsonl prompt file for samples and rewards. Unset: the training prompts; where samples are given frames
     of the data, captioned media of `path`, else held out, else of the training data, whose first frames begin them."""
     num_prompts: PositiveInt = 16
-    """Prompts used, from the top of the list. SFT and DPO score no samples and draw
+    """Prompts used, from the top of the list. SFT and DPO without `judges` score no samples and draw
     logging.num_samples at most."""
     seeds: list[NonNegativeInt] = Field(default=[1000001], min_length=1)
     """Noise seeds; each prompt is sampled once with each."""
     rollout_correlation: bool = False
     """RL: sample the same prompts and seeds with the rollout's steps and solver too, and report the rank correlation of
     the rewards of both: whether rollouts of so few steps tell good samples from bad ones."""
+    judges: list[Annotated[Judge, BeforeValidator(_named)]] = Field(default_factory=list)
+    """Held-out rewards (or their names) that score all samples of an evaluation and are never trained on. In RL they
+    raise an alarm when the trained reward rises and they fall (docs/rewards.md); SFT and DPO log them. Asked at
+    `reward.endpoint` if that is set, else computed by the service that the trainer starts."""
     path: UserAddress | None = None
     """Data of the kind of data.kind: SFT and DPO, for the validation loss; wherever samples are given frames, media
     that validation draws begin with. Unset: `holdout` of the training data, in RL the training data itself."""

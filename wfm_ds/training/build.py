@@ -23,6 +23,7 @@ from wfm_ds.models.conditional_frames import padded
 from wfm_ds.monitoring.monitor import Monitor
 from wfm_ds.recipe.derived import Derived, derive
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout.choosing import ChoosingSource
 from wfm_ds.rollout.colocated import ColocatedSource
 from wfm_ds.rollout.groups import PairGroups, PromptGroups, SpreadGroups
@@ -160,17 +161,17 @@ def build_loop(
     job = open_job(recipe, world, stop, model, data, start, mirror, resources)
     exporter, checkpoints = Exporter(job), Checkpoints(job)
     if algorithm is None:
-        return supervision(job, data, exporter, checkpoints, resources)
+        return supervision(job, data, exporter, checkpoints, endpoint, resources)
     return reinforcement(job, algorithm, data, exporter, checkpoints, endpoint, resources)
 
 
 @contextlib.contextmanager
 def reward_endpoint(recipe: Recipe, world: World) -> Iterator[str | None]:
     """Yield the address of the rewards for every rank: the recipe's service, or one that rank 0 runs meanwhile."""
-    if recipe.reward is None or recipe.reward.endpoint is not None:
-        yield recipe.reward.endpoint if recipe.reward else None
+    reward = recipe.scoring
+    if reward is None or reward.endpoint is not None:
+        yield reward.endpoint if reward else None
         return
-    reward = recipe.reward
     service = world.checked(lambda: RewardService(reward, recipe.run.output_dir / "reward"), on="main")
     try:
         yield world.broadcast(service.endpoint if service is not None else None)
@@ -185,7 +186,12 @@ def rl_algorithm(recipe: Recipe, model: DiffusionModel) -> RlAlgorithm | None:
 
 
 def supervision(
-    job: Job, data: TrainingData, exporter: Exporter, checkpoints: Checkpoints, resources: contextlib.ExitStack
+    job: Job,
+    data: TrainingData,
+    exporter: Exporter,
+    checkpoints: Checkpoints,
+    endpoint: str | None,
+    resources: contextlib.ExitStack,
 ) -> SftLoop:
     recipe, world = job.recipe, job.world
     buckets = buckets_of(recipe, job.model)
@@ -201,9 +207,11 @@ def supervision(
     places = world.checked(lambda: [buckets.index_of(sample.media) for sample in held_out], on="leaders")
     framings = [buckets.framings[place] for place in world.share(places)]
     algorithm = build_supervised(recipe)
+    judges = judge_client(job, endpoint, resources)
     loss = ValidationLoss(job, algorithm, held_out, framings) if held_out else None
     shown, frames = first_frames(job, data)
-    return SftLoop(job, algorithm, source, Validator(job, shown, loss=loss, frames=frames), exporter, checkpoints)
+    validator = Validator(job, shown, judges=judges, loss=loss, frames=frames)
+    return SftLoop(job, algorithm, source, validator, exporter, checkpoints)
 
 
 def reinforcement(
@@ -217,9 +225,7 @@ def reinforcement(
 ) -> RlLoop:
     recipe, reward = job.recipe, job.recipe.rl.reward
     assert endpoint is not None
-    run = recipe.run.output_dir.name
-    rewards = job.world.checked(lambda: RewardClient(endpoint, reward, run=run, client=f"rank{job.world.rank}"))
-    resources.callback(rewards.close)
+    rewards = reward_client(job, endpoint, reward, f"rank{job.world.rank}", resources)
     groups = group_source(job, algorithm, data, resources)
     source: Source
     if recipe.is_async:
@@ -231,8 +237,27 @@ def reinforcement(
         source = ColocatedSource(job, groups, rewards, algorithm)
     plan = algorithm.plan if recipe.validation.rollout_correlation else None
     shown, frames = first_frames(job, data)
-    validator = Validator(job, shown, rewards=rewards, rollout_plan=plan, frames=frames)
+    judges = judge_client(job, endpoint, resources)
+    validator = Validator(job, shown, rewards=rewards, judges=judges, rollout_plan=plan, frames=frames)
     return RlLoop(job, algorithm, source, validator, exporter, checkpoints)
+
+
+def reward_client(
+    job: Job, endpoint: str, reward: RewardRecipe, name: str, resources: contextlib.ExitStack
+) -> RewardClient:
+    run = job.recipe.run.output_dir.name
+    client: RewardClient = job.world.checked(lambda: RewardClient(endpoint, reward, run=run, client=name))
+    resources.callback(client.close)
+    return client
+
+
+def judge_client(job: Job, endpoint: str | None, resources: contextlib.ExitStack) -> RewardClient | None:
+    """Connect to the judges of evaluations; None if the recipe has none."""
+    judging = job.recipe.judging
+    if judging is None:
+        return None
+    assert endpoint is not None
+    return reward_client(job, endpoint, judging, f"rank{job.world.rank}-judges", resources)
 
 
 def group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources: ExitStack) -> GroupSource:

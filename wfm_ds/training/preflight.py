@@ -15,6 +15,7 @@ from wfm_ds.distributed.accelerator import accelerator_present, uses_cuda
 from wfm_ds.distributed.world import ranks_per_node
 from wfm_ds.engine.packages import require_packages
 from wfm_ds.errors import RecipeError
+from wfm_ds.evaluation.paired import MIN_PROMPTS
 from wfm_ds.models.hub import name_of
 from wfm_ds.models.loading import chosen_device
 from wfm_ds.pipes.sockets import check_endpoint
@@ -29,6 +30,7 @@ from wfm_ds.run.fit import verdict
 from wfm_ds.run.folder import Start, find_start
 from wfm_ds.run.hub_model import at_commit
 from wfm_ds.run.model import check_attention, family_of, load_model
+from wfm_ds.training.alarm import PROMPTS
 from wfm_ds.training.texts_ahead import keeps_encoders
 from wfm_ds.types import Prompt
 
@@ -40,7 +42,9 @@ MIN_VISITS = 3  # of a prompt: below it, little is known of most prompts when th
 
 def check_rewards(recipe: Recipe, prompts: Sequence[Prompt]) -> None:
     """Known rewards that can score these prompts; a running service answers. Raises RewardError or RecipeError."""
-    reward = recipe.rl.reward
+    reward = recipe.scoring
+    if reward is None:
+        return
     video = family_of(recipe).video
     for function in reward.functions:
         check_needs(function, prompts, local=reward.spawn, video=video)
@@ -96,11 +100,11 @@ def preflight(recipe: Recipe, world_size: int) -> TrainingData:
     require_packages(recipe)
     family_of(recipe)
     data = load_data(recipe)
-    for doubt in [*recipe.algorithm.doubts(), *choice_doubts(recipe, data)]:
+    for doubt in [*recipe.algorithm.doubts(), *choice_doubts(recipe, data), *judge_doubts(recipe, data)]:
         log.warning(doubt)
     if recipe.is_async:
         check_workers(recipe)
-    if recipe.is_rl:
+    if recipe.scoring is not None:
         check_rewards(recipe, list({p.id: p for p in [*data.prompts, *data.shown]}.values()))
     return data
 
@@ -118,6 +122,19 @@ def choice_doubts(recipe: Recipe, data: TrainingData) -> list[str]:
         f"data.choose: spread draws by what earlier steps said of a prompt, and this run draws each of its "
         f"{len(data.prompts)} prompts {visits(recipe, data):.2g} times: set data.choose: even, or use fewer prompts"
     ]
+
+
+def judge_doubts(recipe: Recipe, data: TrainingData) -> list[str]:
+    """Say where held-out judges could hardly raise an alarm, or not at all."""
+    if not recipe.validation.judges or not recipe.is_rl:
+        return []
+    doubts, prompts = [], min(len(data.shown), recipe.validation.num_prompts)
+    if prompts < PROMPTS:
+        many = "no alarm can be raised" if prompts < MIN_PROMPTS else "a fall may be missed"
+        doubts.append(f"validation.judges look at {prompts} prompts: {many}; set validation.num_prompts to {PROMPTS}")
+    if recipe.validation.every == 0:
+        doubts.append("validation.judges are asked at the end alone, too late for an alarm: set validation.every")
+    return doubts
 
 
 def report(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> str:
@@ -170,9 +187,10 @@ def beginning(start: Start) -> str:
 
 def check_spawned_rewards(recipe: Recipe) -> None:
     """Start the service once and stop it: a missing package or model shows here and not an hour later."""
-    if recipe.reward is None or not recipe.reward.spawn:
+    reward = recipe.scoring
+    if reward is None or not reward.spawn:
         return
     from wfm_ds.rollout.rewards import RewardService
 
-    with tempfile.TemporaryDirectory(prefix="wfm-check-") as folder, RewardService(recipe.reward, Path(folder)):
+    with tempfile.TemporaryDirectory(prefix="wfm-check-") as folder, RewardService(reward, Path(folder)):
         pass

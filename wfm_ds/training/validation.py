@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,13 +13,19 @@ import numpy.typing as npt
 import torch
 
 from wfm_ds.chunks import chunks
+from wfm_ds.evaluation.paired import mean_of
+from wfm_ds.evaluation.scores import by_reward, totals
+from wfm_ds.monitoring.run_data import ALARM
 from wfm_ds.monitoring.samples import ShownSample, write_samples
 from wfm_ds.rollout.rewards import RewardClient
-from wfm_ds.rollout.scores import Scores, decoded, gather_scores, submit_pictures
+from wfm_ds.rollout.scores import Scores, decoded, gather_scores, submit_media
 from wfm_ds.run.job import Job
 from wfm_ds.sampling.denoise import Plan
+from wfm_ds.training.alarm import Alarm
 from wfm_ds.training.first_frames import FirstFrames
 from wfm_ds.types import Prompt, Score
+
+log = logging.getLogger(__name__)
 
 
 class Loss(Protocol):
@@ -40,19 +47,26 @@ class Validator:
         prompts: Sequence[Prompt],
         *,
         rewards: RewardClient | None = None,
+        judges: RewardClient | None = None,
         loss: Loss | None = None,
         rollout_plan: Callable[[int], Plan] | None = None,
         frames: FirstFrames | None = None,
     ) -> None:
-        """rollout_plan: of an RL step's rollouts. Given with `rewards`, samples of it are scored beside the others.
-        frames: what samples of these prompts begin with."""
+        """judges: rewards that are held out. rollout_plan: of an RL step's rollouts. Given with `rewards`, samples of
+        it are scored beside the others. frames: what samples of these prompts begin with."""
         settings = job.recipe.validation
-        self.job, self.rewards, self.loss, self.rollout_plan = job, rewards, loss, rollout_plan
+        self.job, self.rewards, self.judges, self.loss, self.rollout_plan = job, rewards, judges, loss, rollout_plan
         self.frames = frames
         chosen = prompts[: settings.num_prompts]
         # Seed-major: the first samples are one of each prompt.
         items = [(prompt, seed) for seed in settings.seeds for prompt in chosen]
-        self.items = items if rewards is not None else items[: job.recipe.logging.num_samples]  # else for show alone
+        self.asked = [
+            (client, [function.name for function in reward.functions])
+            for client, reward in ((rewards, job.recipe.reward), (judges, job.recipe.judging))
+            if client is not None and reward is not None
+        ]
+        self.alarm = Alarm([[prompt.id for prompt in chosen], settings.seeds, sorted(j.name for j in settings.judges)])
+        self.items = items if self.asked else items[: job.recipe.logging.num_samples]  # else for show alone
         self.last: dict[str, float] = {}
         self._evaluated_at = -1
         self._broken: Scores = {}  # failures of this rank since scores were last collected
@@ -67,10 +81,11 @@ class Validator:
 
     def state(self) -> dict[str, Any]:
         """The last evaluation, as JSON."""
-        return {"evaluated_at": self._evaluated_at, "metrics": self.last}
+        return {"evaluated_at": self._evaluated_at, "metrics": self.last, "alarm": self.alarm.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._evaluated_at, self.last = state["evaluated_at"], state["metrics"]
+        self.alarm.restore(state.get("alarm", {}))
 
     def after_step(self, step: int) -> None:
         """Evaluate or only show samples, when the recipe says so."""
@@ -88,15 +103,15 @@ class Validator:
     def evaluate(self, step: int) -> None:
         job = self.job
         with job.timer("validation"), job.engine.policy(job.evaluation_policy), torch.no_grad():
-            scored_as = f"val/{step}" if self.rewards is not None else None
-            media = self.sample(self.items, job.sampler.evaluation_plan(), scored_as=scored_as)
+            media = self.sample(self.items, job.sampler.evaluation_plan(), scored_as=f"val/{step}", by=self.asked)
             if self.rollout_plan is not None:
-                self.sample(self.items, self.rollout_plan(max(step, 1)), scored_as=f"val/{step}/rollout")
+                as_rollout = self.rollout_plan(max(step, 1))
+                self.sample(self.items, as_rollout, scored_as=f"val/{step}/rollout", by=self.asked[:1])
         with job.timer("validation"):
             metrics = self.loss.measure() if self.loss is not None else {}
-        gathered = self.collect_scores() if self.rewards is not None else {}
+        gathered = self.collect_scores()
         scores = self.scores_of(f"val/{step}", gathered)
-        metrics |= reward_metrics(scores)
+        metrics |= self.score_metrics(step, scores)
         if self.rollout_plan is not None:
             prompts = [prompt.id for prompt, _ in self.items]
             metrics |= correlation_metrics(scores, self.scores_of(f"val/{step}/rollout", gathered), prompts)
@@ -114,10 +129,15 @@ class Validator:
         self._write(step, items, media, [])
 
     def sample(
-        self, items: Sequence[tuple[Prompt, int]], plan: Plan, *, scored_as: str | None = None
+        self,
+        items: Sequence[tuple[Prompt, int]],
+        plan: Plan,
+        *,
+        scored_as: str = "",
+        by: Sequence[tuple[RewardClient, list[str]]] = (),
     ) -> list[npt.NDArray[np.uint8]]:
         """Images uint8 [H,W,3] or videos [T,H,W,3] of the first `logging.num_samples` items, on rank 0; all items are
-        scored, item k under the id `<scored_as>/k`, or none."""
+        scored by these clients, item k under the id `<scored_as>/k`."""
         job, world = self.job, self.job.world
         share = math.ceil(len(items) / world.dp_size)
         mine = range(world.dp_rank * share, (world.dp_rank + 1) * share)
@@ -128,14 +148,12 @@ class Validator:
             prompts, seeds = [prompt for prompt, _ in chosen], [seed for _, seed in chosen]
             given = None if self.frames is None else self.frames.of(prompts)
             latents = job.sampler.generate("validation", prompts, seeds, plan, conditional_frames=given).clean
-            if scored_as is not None:
-                assert self.rewards is not None
-                # Items beyond the last are repeats that keep replicas equal: scored under ids that nobody asks for.
-                ids = [f"{scored_as}/{k}" for k in part]
-                media, broken = submit_pictures(job, self.rewards, latents, ids, prompts)
-                self._broken |= broken
-            else:
-                media, _ = decoded(job, latents)
+            media, finite = decoded(job, latents)
+            # Items beyond the last are repeats that keep replicas equal: scored under ids that nobody asks for.
+            ids, fps = [f"{scored_as}/{k}" for k in part], job.recipe.sampling.fps if job.model.video else None
+            for client, names in by:
+                broken = submit_media(client, names, media, finite, ids, prompts, fps)
+                self._broken = joined(self._broken, broken)
             shown += list(media[: min(wanted, share) - len(shown)])
         if wanted <= share or not world.is_leader:  # rank 0 has them all; what the others return is not used
             return shown
@@ -143,10 +161,30 @@ class Validator:
 
     def collect_scores(self) -> Scores:
         """Scores of all ranks' samples on every rank."""
-        assert self.rewards is not None
-        gathered = gather_scores(self.job.world, self.rewards.wait() | self._broken)
+        if not self.asked:
+            return {}
+        mine = self._broken
+        for client, _ in self.asked:
+            mine = joined(mine, client.wait())
+        gathered = gather_scores(self.job.world, mine)
         self._broken = {}
         return gathered
+
+    def score_metrics(self, step: int, scores: Sequence[Mapping[str, Score]]) -> dict[str, float]:
+        """Metrics of rewards and judges, and of the alarm, which is logged if it is raised."""
+        if not scores:
+            return {}
+        recipe, num_seeds = self.job.recipe, len(self.job.recipe.validation.seeds)
+        samples = prompt_by_prompt(scores, num_seeds)
+        judges = [judge.name for judge in recipe.validation.judges]
+        metrics = reward_metrics(samples, num_seeds, judges)
+        if judges:
+            found = by_reward(samples, num_seeds)
+            total = None if recipe.reward is None else totals(samples, num_seeds, recipe.reward)
+            metrics |= self.alarm.look(total, {name: found[name] for name in judges})
+            if self.alarm.fell and self.job.world.is_main:
+                log.warning("%s step %d: %s", ALARM, step, self.alarm.sentence())
+        return metrics
 
     def scores_of(self, scored_as: str, gathered: Scores) -> list[Mapping[str, Score]]:
         """The scores of the items that were sampled under these ids, in item order; none if nothing was scored."""
@@ -180,19 +218,32 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def reward_metrics(scores: Sequence[Mapping[str, Score]]) -> dict[str, float]:
-    """`val/reward/<f>/mean`, its 95 % interval and its parts, over the samples that were scored."""
+def joined(one: Scores, other: Scores) -> Scores:
+    """The scores of both, of which each may have some rewards of a sample."""
+    return {sample: {**one.get(sample, {}), **other.get(sample, {})} for sample in {**one, **other}}
+
+
+def prompt_by_prompt(scores: Sequence[Mapping[str, Score]], num_seeds: int) -> list[Mapping[str, Score]]:
+    """Scores that come seed by seed, prompt by prompt instead."""
+    num_prompts = len(scores) // num_seeds
+    return [scores[seed * num_prompts + prompt] for prompt in range(num_prompts) for seed in range(num_seeds)]
+
+
+def reward_metrics(
+    samples: Sequence[Mapping[str, Score]], num_seeds: int, judges: Collection[str] = ()
+) -> dict[str, float]:
+    """`val/reward/<f>/mean`, half of its 95 % interval over prompts, and its parts, over the samples that were scored;
+    of judges `val/judge/<f>/mean` and so on. samples: prompt by prompt."""
     metrics: dict[str, float] = {}
-    for name in sorted(scores[0]) if scores else ():
-        series = {name: [value for s in scores if (value := s[name].value) is not None]}
-        for part in {p for s in scores for p in s[name].parts}:
-            series[f"{name}/{part}"] = [s[name].parts[part] for s in scores if part in s[name].parts]
-        for tag, values in sorted(series.items()):
-            if values:
-                metrics[f"val/reward/{tag}/mean"] = float(np.mean(values))
-            if len(values) > 1:
-                metrics[f"val/reward/{tag}/ci95"] = float(1.96 * np.std(values, ddof=1) / math.sqrt(len(values)))
-        metrics[f"val/reward/{name}/failed"] = float(sum(s[name].failure is not None for s in scores))
+    for tag, values in sorted(by_reward(samples, num_seeds).items()):
+        kind = "judge" if any(tag == name or tag.startswith(f"{name}/") for name in judges) else "reward"
+        found = mean_of(values)
+        if found is not None:
+            metrics[f"val/{kind}/{tag}/mean"] = found.value
+        if found is not None and found.half_width is not None:
+            metrics[f"val/{kind}/{tag}/ci95"] = found.half_width
+        if tag in samples[0]:
+            metrics[f"val/{kind}/{tag}/failed"] = float(sum(s[tag].failure is not None for s in samples))
     return metrics
 
 
@@ -203,7 +254,7 @@ def correlation_metrics(
     `val/reward/<f>/`: `rollout_mean` of the latter, `rank_correlation` over all pairs, and the mean over prompts of
     that of their own pairs, which is what advantages are made of."""
     metrics: dict[str, float] = {}
-    for name in sorted(evaluated[0]):
+    for name in sorted(rolled_out[0]):  # which no judge looks at
         values = [(e[name].value, r[name].value, p) for e, r, p in zip(evaluated, rolled_out, prompts, strict=True)]
         pairs = [(a, b, prompt) for a, b, prompt in values if a is not None and b is not None]
         if not pairs:

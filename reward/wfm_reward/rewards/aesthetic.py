@@ -16,6 +16,7 @@ class Aesthetic(Reward):
     """The predicted mark of the picture from 1 to 10, without a look at the prompt; usually 4 to 7, and unbounded."""
 
     name = "aesthetic"
+    backbone = "CLIP"
     media = frozenset({"image"})
     outputs: ClassVar = {"aesthetic": Range(-math.inf, math.inf)}
     primary = "aesthetic"

@@ -12,6 +12,7 @@ class ClipScore(Reward):
     """The cosine of the two embeddings, -1 to 1, usually 0.15 to 0.35: CLIP's logit without its scale of 100."""
 
     name = "clipscore"
+    backbone = "CLIP"
     media = frozenset({"image"})
     outputs: ClassVar = {"clipscore": Range(-1.001, 1.001)}  # rounding may pass 1
     primary = "clipscore"

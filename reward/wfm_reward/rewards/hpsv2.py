@@ -18,6 +18,7 @@ class HpsV2(Reward):
     """The cosine of picture and prompt, -1 to 1, usually 0.2 to 0.35."""
 
     name = "hpsv2"
+    backbone = "CLIP"
     media = frozenset({"image"})
     outputs: ClassVar = {"hpsv2": Range(-1.001, 1.001)}  # rounding may pass 1
     primary = "hpsv2"

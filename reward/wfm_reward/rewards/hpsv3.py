@@ -18,6 +18,7 @@ class HpsV3(Reward):
     """
 
     name = "hpsv3"
+    backbone = "Qwen2-VL"
     media = frozenset({"image"})
     outputs: ClassVar = {"hpsv3": Range(-math.inf, math.inf), "sigma": Range(-math.inf, math.inf)}
     primary = "hpsv3"

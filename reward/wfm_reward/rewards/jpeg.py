@@ -25,6 +25,7 @@ class JpegReward(Reward):
     """A function of the JPEG size."""
 
     media = frozenset({"image"})
+    backbone = "JPEG"
 
     def score(self, batch: MediaBatch) -> list[Score]:
         return [item.scored(self.value(jpeg_kb(item))) for item in batch]

@@ -14,6 +14,7 @@ class PickScore(Reward):
     """exp(logit_scale) * cosine / 26 of picture and prompt, as Flow-GRPO and Cosmos-RL scale it: usually 0.6 to 1."""
 
     name = "pickscore"
+    backbone = "CLIP"
     media = frozenset({"image"})
     outputs: ClassVar = {"pickscore": Range(-100 / SCALE, 100 / SCALE)}  # CLIP's scale is 100 at most
     primary = "pickscore"

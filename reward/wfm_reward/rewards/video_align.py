@@ -29,6 +29,7 @@ class VideoAlign(Reward):
     """
 
     name = "video_align"
+    backbone = "Qwen2-VL"
     media = frozenset({"video"})
     outputs: ClassVar = {"video_align": UNBOUNDED, **dict.fromkeys(OUTPUTS, UNBOUNDED)}
     primary = "video_align"

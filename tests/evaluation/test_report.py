@@ -1,0 +1,148 @@
+"""The report: what its tables, files and page say, of scores that are known."""
+
+import csv
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from wfm_ds.evaluation.diversity import SmallPictures, diversity, open_eye
+from wfm_ds.evaluation.page import page
+from wfm_ds.evaluation.published import geneval, ocr, published
+from wfm_ds.evaluation.report import as_csv, as_json, text
+from wfm_ds.evaluation.results import Measured, Trained, evaluation
+from wfm_ds.evaluation.scores import by_reward, totals, without_weights
+from wfm_ds.recipe.sections import RewardFunction, RewardRecipe
+from wfm_ds.types import Prompt, Score
+
+RNG = np.random.default_rng(0)
+SEEDS = [0, 1]
+HOSTILE = "</script><img onerror=alert(1)>"
+PROMPTS = [Prompt(id=f"p/{i}", text=HOSTILE if i == 0 else f"prompt, {i}") for i in range(8)]
+WORTH = {"pick": RNG.normal(size=16), "ocr": RNG.normal(size=16) / 10 + 0.5, "new": RNG.normal(size=16)}
+
+
+def samples(**shift):
+    """Scores of 8 prompts by 2 seeds; a shift moves a reward."""
+    values = {name: worth + shift.get(name, 0) + RNG.normal(size=16) / 50 for name, worth in WORTH.items()}
+    return [
+        {name: Score(sample_id=str(i), reward=name, value=float(v[i])) for name, v in values.items()} for i in range(16)
+    ]
+
+
+def measured(name, spread=1.0, **shift):
+    return Measured(
+        name=name,
+        path=f"outputs/{name}",
+        files=[f"{name}/{i:04d}.png" for i in range(16)],
+        sizes=[(32, 48)] * 16,
+        samples=samples(**shift),
+        diversity=spread * np.arange(1.0, 9.0),
+    )
+
+
+@pytest.fixture(scope="module")
+def found():
+    reward = RewardRecipe(functions=[RewardFunction(name="pick", weight=2.0)])
+    trained = Trained(names=["pick"], reward=reward, related=frozenset({"new"}))
+    hacked, improved = measured("step_9", 0.5, pick=1, ocr=-0.2), measured("step_3", pick=1, ocr=0.2)
+    hacked = replace(hacked, samples=[{**one} for one in hacked.samples])
+    hacked.samples[3]["new"] = Score(sample_id="3", reward="new", failure="it broke")
+    return evaluation(
+        prompts=PROMPTS,
+        seeds=SEEDS,
+        rewards=["pick", "ocr", "new"],
+        base=measured("base"),
+        others=[(hacked, trained), (improved, trained)],
+        eye="RGB",
+        settings={"sampling": "4 steps"},
+    )
+
+
+def test_the_table_tells_who_was_fooled(found):
+    said = text(found)
+    first, second = said.split("\n\n")[1:3]
+    assert first.splitlines()[0].split() == ["base", "step_9", "difference", "better", "in"]
+    assert first.splitlines()[1].startswith("pick       T")
+    assert first.splitlines()[2].split()[-4:] == ["0", "of", "16", "fell"]
+    assert first.splitlines()[3].startswith("new        R")
+    assert "x0.5 [0.5, 0.5]" in first
+    assert "verdict: HACKED: pick rose, ocr by" in first
+    assert "verdict: IMPROVED: pick rose, so did ocr" in second
+    assert "step_9: without a score 1 by new (it broke); such pairs are left out" in said
+    assert "OCR: not comparable with published numbers: read by RapidOCR, not by PaddleOCR" in said
+
+
+def test_the_json_has_what_the_table_has(found):
+    content = json.loads(as_json(found))
+    hacked = content["models"][0]
+    assert (hacked["name"], hacked["verdict"]["name"], hacked["trained_on"]) == ("step_9", "hacked", ["pick"])
+    gap = hacked["differences"]["ocr"]
+    assert gap["low"] < gap["value"] < gap["high"] < 0
+    assert hacked["differences"]["new"]["missing"] == 1
+    assert hacked["diversity_ratio"]["value"] == pytest.approx(0.5)
+
+
+def test_the_csv_has_a_line_for_each_sample(found):
+    rows = list(csv.DictReader(as_csv(found).splitlines()))
+    assert len(rows) == 48
+    assert (rows[0]["model"], rows[0]["prompt"], rows[17]["seed"], rows[19]["new"]) == ("base", HOSTILE, "1", "")
+    assert float(rows[20]["ocr"]) == found.others[0].measured.samples[4]["ocr"].value
+
+
+def test_the_page_shows_all_and_believes_no_prompt(found):
+    made = page(found)
+    assert HOSTILE not in made
+    assert made.count("<img ") == 48
+    assert 'src="step_9/0003.png"' in made
+    assert "new: it broke" in made
+    assert made.count("<svg") == 6
+    assert "<script" not in made
+
+
+def test_rewards_without_a_recipe_count_in_units_of_their_spread():
+    drawn = samples()
+    base = by_reward(drawn, 2)
+    summed = totals(drawn, 2, without_weights(["pick", "ocr"], base))
+    want = base["pick"] / base["pick"].std(ddof=1) + base["ocr"] / base["ocr"].std(ddof=1)
+    assert summed == pytest.approx(want)
+
+
+def test_diversity_is_the_mean_distance_of_two_seeds():
+    eye = SmallPictures()
+    black, white = np.zeros((1, 64, 64, 3), np.uint8), np.full((1, 64, 64, 3), 255, np.uint8)
+    vectors = [eye.vector(one) for one in (black, white, black)]
+    assert diversity([*vectors, vectors[0], None, None], 3) == pytest.approx([2 / 3, np.nan], nan_ok=True)
+    clip = np.concatenate([black, white, white])
+    assert np.linalg.norm(eye.vector(clip) - eye.vector(clip[::-1])) == pytest.approx((2 / 3) ** 0.5)
+
+
+def test_an_image_model_can_look(tmp_path):
+    from transformers import BitImageProcessor, Dinov2Config, Dinov2Model
+
+    small = {"height": 28, "width": 28}
+    config = Dinov2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14)
+    Dinov2Model(config).save_pretrained(tmp_path)
+    BitImageProcessor(size=small, crop_size=small).save_pretrained(tmp_path)
+    eye = open_eye(str(tmp_path), "cpu")
+    one, other = (RNG.integers(0, 256, (2, 40, 40, 3)).astype(np.uint8) for _ in range(2))
+    assert np.linalg.norm(eye.vector(one)) == pytest.approx(1)
+    assert np.linalg.norm(eye.vector(one) - eye.vector(other)) > 0
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        open_eye(str(tmp_path / "none"), "cpu")
+
+
+def test_geneval_is_the_mean_over_tasks_not_over_images():
+    prompts = [
+        Prompt(id=str(i), text="x", metadata={"tag": tag}) for i, tag in enumerate(["counting"] * 3 + ["colors"])
+    ]
+    correct = np.array([[1.0, 1.0], [1.0, 1.0], [1.0, np.nan], [0.0, 1.0]])
+    one = geneval(prompts, correct, 2)
+    assert one.value == pytest.approx((1 + 0.5) / 2)
+    assert any("4 prompts, not 553" in words for words in one.differs)
+    assert ocr(np.full((2, 2), np.nan)) is None
+    assert [p.benchmark for p in published(prompts, {"gen_eval/gen_eval_score": correct, "ocr": correct}, 2)] == [
+        "GenEval",
+        "OCR",
+    ]

@@ -1,0 +1,359 @@
+"""`wfm evaluate`: models on the same prompts and seeds, their scores compared pair by pair, and a verdict.
+
+Exit codes as of all commands, and 3 for a verdict that --fail-on names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wfm_ds.errors import UserError
+from wfm_ds.generate import add_sampling, positive
+from wfm_ds.program import Parser
+
+if TYPE_CHECKING:
+    from wfm_ds.command.evaluated import Entry
+    from wfm_ds.evaluation.diversity import Eye
+    from wfm_ds.evaluation.paired import Array
+    from wfm_ds.evaluation.results import Evaluation, Measured, Trained
+    from wfm_ds.models.sampler import Sampler
+    from wfm_ds.monitoring.samples import ShownSample
+    from wfm_ds.recipe.schema import Recipe
+    from wfm_ds.recipe.sections import RewardFunction, RewardRecipe
+    from wfm_ds.rollout.rewards import RewardClient
+    from wfm_ds.types import Prompt, Score
+
+    Item = tuple[Prompt, int]  # and seed
+
+PAGE, JSON, CSV = "index.html", "evaluation.json", "evaluation.csv"
+VERDICT = 3  # exit code
+VERDICTS = ("hacked", "improved", "unconfirmed", "no gain", "cannot tell")
+OF_SAMPLING = {  # options and the keys of a run's section `sampling` that they take their value from
+    "height": "height",
+    "width": "width",
+    "frames": "num_frames",
+    "fps": "fps",
+    "steps": "eval_steps",
+    "solver": "eval_solver",
+    "guidance": "guidance_scale",
+    "guidance_low": "guidance_scale_low",
+    "guidance_batch": "guidance_batch",
+    "negative_prompt": "negative_prompt",
+}
+OF_MODEL = ("max_sequence_length", "prompt_template", "guardrail", "family", "vae_dtype", "attention")
+MAX_ITEMS = 16  # that a reward scores at once
+
+
+def parser() -> Parser:
+    p = Parser(
+        prog="wfm evaluate",
+        description="Draw the same prompts with the same seeds by several models, score them, and compare each model "
+        "with the first: intervals over prompts, diversity, and a verdict on reward hacking.",
+        epilog="Example: %(prog)s tiny:sd3 outputs/mine --prompts prompts.txt --rewards color --judges "
+        "jpeg_compressibility --seeds 4. Size, steps and guidance are those of the run's recipe unless they are given.",
+    )
+    p.add_argument(
+        "models",
+        nargs="+",
+        metavar="MODEL_OR_EXPORT",
+        help="the base first: a pipeline folder, owner/name of the hub, tiny:FAMILY; then exports "
+        "(safetensors/step_N, ../lora, s3://...) or runs. A LoRA or run alone brings its base along",
+    )
+    p.add_argument("--prompts", metavar="FILE", type=Path, required=True, help="a prompt a line (.txt), or .jsonl")
+    p.add_argument("--rewards", metavar="A,B", type=names, help="what to measure (default: what the run trained on)")
+    p.add_argument("--judges", metavar="C,D", type=names, default=[], help="more rewards, which nothing was trained on")
+    p.add_argument("--seeds", type=positive, default=4, metavar="N", help="each prompt is drawn with 0 to N-1 (4)")
+    p.add_argument("--out", metavar="DIR", type=Path, default=Path("evaluation"), help="new or empty (evaluation)")
+    p.add_argument(
+        "--diversity", default="auto", metavar="EYE", help="rgb, a folder of an image model, or auto: DINOv2"
+    )
+    p.add_argument("--fail-on", choices=VERDICTS, metavar="VERDICT", help=f"exit with {VERDICT} on it, e.g. hacked")
+    p.add_argument("--timeout", type=positive, default=600, metavar="S", help="seconds for a sample's scores (600)")
+    p.add_argument("--revision", help="branch, tag or commit of a first model of the hub (default main)")
+    add_sampling(p, sized=False)
+    p.set_defaults(**dict.fromkeys((*OF_SAMPLING, *OF_MODEL)))  # unset: the recipe's, then as of wfm generate
+    return p
+
+
+def names(text: str) -> list[str]:
+    """Reward names with commas between them."""
+    found = [word.strip() for word in text.split(",") if word.strip()]
+    if not found or len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of different names")
+    return found
+
+
+def run(args: argparse.Namespace) -> int:
+    from wfm_ds.command.evaluated import entries_of
+    from wfm_ds.data.prompts import load_prompt_file
+    from wfm_ds.distributed.logs import quieten_libraries
+    from wfm_ds.generate import require_empty
+
+    quieten_libraries()
+    prompts = load_prompt_file(args.prompts)
+    require_empty(args.out)
+    with contextlib.ExitStack() as held:
+        entries = entries_of(args.models, args.out.absolute(), args.revision, held)
+        recipe = next((entry.recipe for entry in entries if entry.recipe is not None), None)
+        fill_in(args, entries[0], recipe)
+        functions = functions_of(args, entries, prompts)
+        found = evaluated(args, entries, prompts, functions)
+    write(args.out, found)
+    return VERDICT if any(other.verdict.name == args.fail_on for other in found.others) else 0
+
+
+def fill_in(args: argparse.Namespace, base: Entry, recipe: Recipe | None) -> None:
+    """Give the options that are unset the recipe's values, a size the pipeline's own, all else generate's defaults.
+    Raises UserError if nobody knows a size."""
+    from wfm_ds import generate
+    from wfm_ds.models import registry
+    from wfm_ds.models.loading import stored_call
+
+    values: dict[str, Any] = {name: generate.parser().get_default(name) for name in (*OF_SAMPLING, *OF_MODEL)}
+    if recipe is not None:
+        values |= {name: getattr(recipe.sampling, key) for name, key in OF_SAMPLING.items()}
+        values |= {name: getattr(recipe.model, name) for name in OF_MODEL}
+    for name, value in values.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.height is None or args.width is None:
+        own = stored_call(registry.resolve(base.model, args.family, base.revision, weights=False))
+        for name in ("height", "width"):
+            value = getattr(args, name) or own.get(name)
+            if value is None:
+                raise UserError(f"--{name}: neither a recipe beside the exports nor {base.given}/call.json says it")
+            setattr(args, name, value)
+
+
+def functions_of(
+    args: argparse.Namespace, entries: Sequence[Entry], prompts: Sequence[Prompt]
+) -> dict[str, RewardFunction]:
+    """The rewards to be measured, with the options that a run gave them. Raises UserError for one that is unknown or
+    cannot score these prompts, and for a judge that a run was trained on."""
+    from wfm_ds.models import registry
+    from wfm_ds.recipe.sections import RewardFunction
+    from wfm_ds.training.preflight import check_needs
+    from wfm_reward import registry as rewards
+
+    known: dict[str, RewardFunction] = {}
+    for entry in entries:
+        for function in asked_by(entry.recipe):
+            if known.setdefault(function.name, function).options != function.options:
+                raise UserError(f"{entry.given}: its run gave {function.name} other options: evaluate the runs apart")
+    trained = {name for entry in entries for name in trained_on(entry.recipe)}
+    wanted = list(known) if args.rewards is None else args.rewards
+    if not wanted:
+        raise UserError("--rewards: name what to measure, e.g. --rewards pickscore; wfm rewards lists them")
+    for name in args.judges:
+        if name in (trained or wanted):
+            raise UserError(f"--judges: {name} was trained on, so it is no held-out judge: name it under --rewards")
+    found: dict[str, RewardFunction] = {}
+    video = registry.family_of(registry.resolve(entries[0].model, args.family, entries[0].revision), args.family).video
+    for name in dict.fromkeys([*wanted, *args.judges]):
+        rewards.describe(name)
+        options = known[name].options if name in known else {}
+        found[name] = RewardFunction(name=name, options=options)
+        check_needs(found[name], prompts, local=True, video=video)
+    return found
+
+
+def asked_by(recipe: Recipe | None) -> list[RewardFunction]:
+    """The rewards that a run trained on or logged."""
+    return [] if recipe is None or recipe.reward is None else recipe.reward.functions
+
+
+def trained_on(recipe: Recipe | None) -> list[str]:
+    return [function.name for function in asked_by(recipe) if function.weight != 0]
+
+
+def evaluated(
+    args: argparse.Namespace,
+    entries: Sequence[Entry],
+    prompts: Sequence[Prompt],
+    functions: Mapping[str, RewardFunction],
+) -> Evaluation:
+    """Draw and score with each model in turn; one is in memory at a time."""
+    from wfm_ds.evaluation.diversity import open_eye
+    from wfm_ds.evaluation.results import evaluation
+    from wfm_ds.generate import lighter, summary
+    from wfm_ds.models.loading import chosen_device
+    from wfm_ds.run.out_of_memory import explained
+
+    device = chosen_device(args.device)
+    eye, seeds = open_eye(args.diversity, device), list(range(args.seeds))
+    measured: list[Measured] = []
+    settings: dict[str, str] = {}
+    with scoring(list(functions.values()), args.timeout) as rewards:
+        for entry in entries:
+            with explained(device, lambda phase: lighter(args, device), lambda: None):
+                sampler = sampler_of(args, entry)
+                sampler.model.check_prompts([prompt.text for prompt in prompts])
+                settings = {"sampling": summary(sampler.settings), "solver": sampler.eval_solver}
+                settings |= {"dtype": str(sampler.model.dtype).removeprefix("torch."), "prompts": args.prompts.name}
+                measured.append(Drawing(args, entry, sampler, rewards, list(functions), eye).measure(prompts, seeds))
+            del sampler
+            free_memory()
+    base, *others = measured
+    return evaluation(
+        prompts=prompts,
+        seeds=seeds,
+        rewards=list(functions),
+        base=base,
+        others=[
+            (one, trained_of(entry.recipe, args, list(functions), base))
+            for one, entry in zip(others, entries[1:], strict=True)
+        ],
+        eye=eye.name,
+        settings=settings,
+    )
+
+
+def sampler_of(args: argparse.Namespace, entry: Entry) -> Sampler:
+    from wfm_ds.generate import load_sampler
+
+    sys.stderr.write(f"loading {entry.given}\n")
+    given = {**vars(args), "model": entry.model, "pipeline": None, "lora": entry.lora, "revision": entry.revision}
+    return load_sampler(argparse.Namespace(**given))
+
+
+def free_memory() -> None:
+    """Give back what the last model held, before the next is loaded."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def scoring(functions: Sequence[RewardFunction], timeout_s: float) -> Iterator[RewardClient]:
+    """Rewards of processes of their own, while inside; their log stays where they could not start. Raises
+    RewardError."""
+    from wfm_ds.recipe.sections import RewardRecipe
+    from wfm_ds.rollout.rewards import RewardClient, RewardService
+
+    reward = RewardRecipe(functions=list(functions), timeout_s=timeout_s, start_timeout_s=timeout_s)
+    folder = Path(tempfile.mkdtemp(prefix="wfm-evaluate-"))
+    with RewardService(reward, folder) as service:
+        client = RewardClient(service.endpoint, reward, run="evaluate", client="evaluate")
+        try:
+            yield client
+        finally:
+            client.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class Drawing:
+    """Samples of one model: drawn, written below --out, scored while the next ones are drawn."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        entry: Entry,
+        sampler: Sampler,
+        rewards: RewardClient,
+        names: Sequence[str],
+        eye: Eye,
+    ) -> None:
+        self.entry, self.sampler, self.rewards, self.names, self.eye = entry, sampler, rewards, names, eye
+        self.folder, self.batch = args.out / entry.name, args.batch
+        self.failed: dict[str, dict[str, Score]] = {}
+
+    def measure(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Measured:
+        """Draw each prompt with each seed. Raises UserError if the files cannot be written."""
+        from wfm_ds.evaluation.diversity import diversity
+        from wfm_ds.evaluation.results import Measured
+        from wfm_ds.monitoring.samples import write_media, write_table
+
+        items = [(prompt, seed) for prompt in prompts for seed in seeds]
+        lines: list[dict[str, Any]] = []
+        sizes: list[tuple[int, int]] = []
+        vectors: list[Array | None] = []
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for sample, finite in self.submitted(items):
+            lines.append(write_media(self.folder, len(lines), sample))
+            sizes.append((sample.frames.shape[1], sample.frames.shape[2]))
+            vectors.append(self.eye.vector(sample.frames) if finite else None)
+            sys.stderr.write(f"{self.entry.name}: {len(lines)} of {len(items)}\n")
+        scores = self.rewards.wait() | self.failed
+        samples = [scores[str(place)] for place in range(len(items))]
+        values = [{name: score.value for name, score in sample.items()} for sample in samples]
+        write_table(self.folder, [{**line, "rewards": value} for line, value in zip(lines, values, strict=True)])
+        return Measured(
+            name=self.entry.name,
+            path=self.entry.given,
+            files=[f"{self.entry.name}/{line['file']}" for line in lines],
+            sizes=sizes,
+            samples=samples,
+            diversity=diversity(vectors, len(seeds)) if len(seeds) > 1 else None,
+        )
+
+    def submitted(self, items: Sequence[Item]) -> Iterator[tuple[ShownSample, bool]]:
+        """Yield samples, in order, and whether their latents were finite; they are sent to the rewards by the batch."""
+        from wfm_ds.generate import drawn
+
+        waiting: list[tuple[ShownSample, bool]] = []
+        for number, found in enumerate(drawn(self.sampler, items, self.batch), 1):
+            waiting.append(found)
+            if len(waiting) == MAX_ITEMS or number == len(items) or number % self.batch == 0:
+                self.submit(waiting, number - len(waiting), items)
+                waiting = []
+            yield found
+
+    def submit(self, found: Sequence[tuple[ShownSample, bool]], first: int, items: Sequence[Item]) -> None:
+        import numpy as np
+
+        from wfm_ds.rollout.scores import submit_media
+
+        self.failed |= submit_media(
+            self.rewards,
+            self.names,
+            np.stack([sample.media for sample, _ in found]),
+            [finite for _, finite in found],
+            [str(first + place) for place in range(len(found))],
+            [prompt for prompt, _ in items[first : first + len(found)]],
+            found[0][0].fps,
+        )
+
+
+def trained_of(recipe: Recipe | None, args: argparse.Namespace, measured: Sequence[str], base: Measured) -> Trained:
+    """Rewards that a model was trained on: by its run's recipe, or, where there is none, what --rewards names."""
+    from wfm_ds.evaluation.results import Trained
+    from wfm_ds.evaluation.scores import by_reward, without_weights
+
+    names = trained_on(recipe) if recipe is not None else list(args.rewards or [])
+    here = [name for name in names if name in measured]
+    reward: RewardRecipe | None = None
+    if recipe is not None and recipe.reward is not None and here:
+        counted = [function for function in recipe.reward.functions if function.name in here]
+        reward = recipe.reward.model_copy(update={"functions": counted})
+    elif here:
+        reward = without_weights(here, by_reward(base.samples, args.seeds))
+    networks = {network_of(name) for name in names} - {""}
+    related = frozenset(name for name in measured if name not in names and network_of(name) in networks)
+    return Trained(names=names, reward=reward, related=related)
+
+
+def network_of(reward: str) -> str:
+    from wfm_reward import registry
+
+    return registry.describe(reward).backbone
+
+
+def write(out: Path, found: Evaluation) -> None:
+    """Write the report's three files and print its tables."""
+    from wfm_ds.evaluation.page import page
+    from wfm_ds.evaluation.report import as_csv, as_json, text
+    from wfm_ds.storage import atomic
+
+    for name, content in ((CSV, as_csv(found)), (JSON, as_json(found)), (PAGE, page(found))):
+        atomic.write_text(out / name, content)
+    sys.stdout.write(f"{text(found)}\nwrote {out / PAGE}, {JSON}, {CSV}\n")
