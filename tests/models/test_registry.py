@@ -135,6 +135,6 @@ def test_an_original_cosmos_checkpoint_is_answered_with_the_script_that_converts
     file.parent.mkdir()
     file.touch()
     with pytest.raises(
-        ModelError, match="--transformer_type Cosmos-2.5-Predict-Base-14B --transformer_ckpt_path .*pt "
+        ModelError, match=r"--transformer_type Cosmos-2.5-Predict-Base-14B --transformer_ckpt_path .*pt "
     ):
         registry.locate(file)
