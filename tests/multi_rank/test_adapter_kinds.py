@@ -69,6 +69,7 @@ def test_a_run_of_every_kind_exports_converts_and_goes_on(two_ranks, tiny_pipeli
     assert (want - bare).abs().max() > 1e-3
 
     going_on = [f"lora={KINDS}", f"lora.init_from={export}", "run.steps=1", "ema=null", "logging.console=false"]
+    going_on += ["export.push_to_hub=somebody/mine", "export.every=each"]  # offline: a warning
     two_ranks.run(train_on_rank, **tiny_recipe("sd3_nft", tmp_path / "second", base, *going_on))
     ended, begun = (
         pictures(folder) for folder in (first / "samples" / "step_2", tmp_path / "second" / "samples" / "step_0")

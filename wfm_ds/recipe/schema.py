@@ -19,6 +19,7 @@ from wfm_ds.recipe.sections import (
     CheckpointRecipe,
     EmaRecipe,
     EngineRecipe,
+    ExportRecipe,
     LoggingRecipe,
     LoraRecipe,
     ModelRecipe,
@@ -71,6 +72,7 @@ class Recipe(Section):
     reward: RewardRecipe | None = None
     validation: ValidationRecipe = ValidationRecipe()
     checkpoint: CheckpointRecipe = CheckpointRecipe()
+    export: ExportRecipe = ExportRecipe()
     logging: LoggingRecipe = LoggingRecipe()
 
     @property

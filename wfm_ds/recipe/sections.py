@@ -22,6 +22,7 @@ from pydantic import (
 from wfm_ds.recipe.section import (
     Decay,
     Fraction,
+    HubName,
     PossiblePath,
     RewardName,
     Section,
@@ -367,6 +368,18 @@ class CheckpointRecipe(Section):
     storage_timeout_s: PositiveFloat = 300.0
     """At its end the run waits for its copies; if the storage takes nothing for so long, it ends with exit code 1 and
     says what is missing there."""
+
+
+class ExportRecipe(Section):
+    """Exports sent to the Hugging Face hub, with a card of the model (docs/exports.md)."""
+
+    push_to_hub: HubName | None = None
+    """The repository `owner/name` that gets the export, with the token of HF_TOKEN or `hf auth login`. What cannot be
+    sent is a warning with the command that sends it later, never the end of the run."""
+    private: bool = True
+    """Make the repository private, where it is new."""
+    every: Literal["last", "each"] = "last"
+    """Send the export of the run's end alone, or each one (checkpoint.export_every), as a commit of its own."""
 
 
 class LoggingRecipe(Section):
