@@ -140,7 +140,7 @@ def test_a_lora_checkpoint_gives_the_files_that_the_run_would_export(model, adap
 
 def test_a_merged_lora_is_a_pipeline_with_what_peft_merges(model, adapter, tmp_path, capsys):
     checkpoint, _ = adapter
-    assert run(capsys, checkpoint, tmp_path / "out", "--merge-lora", "--dtype", "float32")[0] == 0
+    assert run(capsys, checkpoint, tmp_path / "out", "--merge", "--dtype", "float32")[0] == 0
     drawn = pixels(model.pipeline, model)
     got = load_file(tmp_path / "out" / "transformer" / "diffusion_pytorch_model.safetensors")
     model.bare_denoiser.fuse_lora()
@@ -154,7 +154,7 @@ def test_a_merged_lora_is_a_pipeline_with_what_peft_merges(model, adapter, tmp_p
 
 
 def test_merging_keeps_the_runs_dtype(adapter, tmp_path, capsys):
-    assert run(capsys, adapter[0], tmp_path / "out", "--merge-lora")[0] == 0
+    assert run(capsys, adapter[0], tmp_path / "out", "--merge")[0] == 0
     weights = load_file(tmp_path / "out" / "transformer" / "diffusion_pytorch_model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
 
@@ -193,7 +193,7 @@ def test_a_lora_of_others_becomes_one_that_diffusers_loads_at_its_scale(
 def test_a_lora_of_others_is_checked_against_a_base_and_can_be_merged(foreign_lora, model, tmp_path, capsys):
     theirs = foreign_lora()
     assert run(capsys, theirs, tmp_path / "out", "--base", model.path)[0] == 0
-    assert run(capsys, theirs, tmp_path / "whole", "--base", model.path, "--merge-lora", "--dtype", "float32")[0] == 0
+    assert run(capsys, theirs, tmp_path / "whole", "--base", model.path, "--merge", "--dtype", "float32")[0] == 0
     pipe = DiffusionPipeline.from_pretrained(tmp_path / "whole", local_files_only=True)
     assert_close(pixels(pipe, model), pixels(model.pipeline, model), atol=1e-5, rtol=0)
 
@@ -201,10 +201,10 @@ def test_a_lora_of_others_is_checked_against_a_base_and_can_be_merged(foreign_lo
 def test_a_lora_of_others_that_cannot_be_right_is_refused(foreign_lora, model, tmp_path, capsys):
     theirs = foreign_lora(r=2)
     code, text = run(capsys, theirs, tmp_path / "out", "--base", model.path)
-    assert (code, "of rank 2 do not fit a layer" in text) == (2, True)
+    assert (code, "has rank 4, its settings say 2" in text) == (2, True)
     assert run(capsys, theirs, tmp_path / "out")[0] == 2
     assert not (tmp_path / "out").exists()
-    code, text = run(capsys, theirs, tmp_path / "out", "--merge-lora")
+    code, text = run(capsys, theirs, tmp_path / "out", "--merge")
     assert (code, "by --base to merge it" in text) == (2, True)
 
 
@@ -238,7 +238,7 @@ def test_what_cannot_be_converted_is_one_sentence(full, model, tmp_path, capsys)
 
     out = tmp_path / "out"
     assert "holds the weights ema, train, not old" in refused(checkpoint, out, "--policy", "old")
-    assert "holds all weights, no LoRA" in refused(checkpoint, out, "--merge-lora")
+    assert "holds all weights, no LoRA" in refused(checkpoint, out, "--merge")
     assert "would replace what it is made from" in refused(checkpoint, checkpoint)
     assert "would replace what it is made from" in refused(checkpoint, tmp_path)
     assert "would replace the base model" in refused(checkpoint, model.path)
@@ -275,12 +275,12 @@ def test_too_little_memory_is_one_sentence_that_says_what_would_do(model, adapte
     note = adapter_settings(adapter[1].config, model.path) | {"r": 2**46}  # its matrices pass an address space
     own = {name: torch.zeros(1) for name, _ in model.bare_denoiser.named_parameters() if "lora" in name}
     checkpoint = write_checkpoint(tmp_path / "step_9", ExportTarget.of(model), {"train": own}, lora=note)
-    code, text = run(capsys, checkpoint, tmp_path / "out", *(["--merge-lora"] if merges else []))
+    code, text = run(capsys, checkpoint, tmp_path / "out", *(["--merge"] if merges else []))
     assert (code, text.count("\n")) == (2, 1)
     assert text.startswith("error: out of memory on cpu: ")
     assert " GiB more were asked for, the process had " in text
     assert text.endswith("to a machine that holds the largest tensor of the model in float32\n")
-    assert ("change --merge-lora (leave it out: the LoRA alone is small)" in text) == merges
+    assert ("change --merge (leave it out: the LoRA alone is small)" in text) == merges
     assert not (tmp_path / "out").exists()
 
 

@@ -106,7 +106,7 @@ def test_a_lora_folder_of_both_experts_is_converted_and_merged_whole(model, tmp_
             got = load_file(tmp_path / out / "lora" / name)
             assert got.keys() == tensors.keys()
             assert all(torch.equal(got[key], tensor) for key, tensor in tensors.items())
-    assert convert.main([str(folder), str(tmp_path / "whole"), *base, "--merge-lora", "--dtype", "float32"]) == 0
+    assert convert.main([str(folder), str(tmp_path / "whole"), *base, "--merge", "--dtype", "float32"]) == 0
     assert_close(video(plain(tmp_path / "whole"), model), video(model.pipeline, model), atol=1e-5, rtol=0)
 
 

@@ -63,7 +63,7 @@ def test_adapters_keep_rank_and_targets():
     migration = migrated(**{"policy.lora": lora})
     names = ("lora.rank", "lora.alpha", "lora.target_modules", "engine.deepspeed")
     assert [migration.values[name] for name in names] == [32, 64, ["q_proj", "v_proj"], "zero2"]
-    assert migration.gone["policy.lora.lora_dropout"] == "not available"
+    assert migration.values["lora.dropout"] == 0.0
     every = migrated(**{"policy.lora": {"r": 4, "target_modules": "all-linear"}})
     assert "lora.target_modules" not in every.values
     assert "policy.lora.target_modules" in every.gone

@@ -148,6 +148,8 @@ CHANGES = {
     "policy.lora.r": (5, {}),
     "policy.lora.lora_alpha": (3.0, LORA),
     "policy.lora.target_modules": (["to_q"], LORA),
+    "policy.lora.lora_dropout": (0.1, LORA),
+    "policy.lora.use_rslora": (True, LORA),
     "policy.lora.init_lora_weights": ("gaussian", {**LORA, "policy.lora.init_lora_weights": True}),
     "policy.parallelism.dp_shard_size": (8, {"policy.lora": None, "policy.parallelism.dp_shard_size": 1}),
     "policy.parallelism.dp_replicate_size": (

@@ -128,3 +128,13 @@ def test_random_weights_follow_from_the_seed_alone(tiny_pipelines, dtype):
     for key in pretrained:
         assert torch.equal(first[key], second[key])
         assert first[key].dtype == pretrained[key].dtype
+
+
+def test_an_original_cosmos_checkpoint_is_answered_with_the_script_that_converts_it(tmp_path):
+    file = tmp_path / "Cosmos-Predict2.5-14B" / "e21d_ema_bf16.pt"
+    file.parent.mkdir()
+    file.touch()
+    with pytest.raises(
+        ModelError, match=r"--transformer_type Cosmos-2.5-Predict-Base-14B --transformer_ckpt_path .*pt "
+    ):
+        registry.locate(file)

@@ -17,9 +17,11 @@ NFT = ["algorithm.old_decay={initial: 0.3, slope: 0.1, max: 0.9}", "optimizer.wa
 SFT = ["optimizer.schedule=cosine", "validation.every=3", "validation.num_images=4", "data.max_bad_fraction=0.4"]
 DDRL = ["algorithm.kl_beta=0.1", "algorithm.update_ref_every=3", "data.max_bad_fraction=0.4", "ema={decay: 0.9}"]
 LORA, FULL = ["lora={rank: 4, alpha: 8}", "engine.deepspeed=zero2"], ["lora=null", "engine.deepspeed=zero3"]
+KINDS = "{rank: 4, alpha: 8, dora: true, rslora: true, dropout: 0.2, modules_to_save: [proj_out, norm_out.linear]}"
 CASES = {
     "nft lora zero2": ("sd3_nft", [*NFT, *LORA]),
     "nft full zero3": ("sd3_nft", [*NFT, *FULL]),
+    "nft dora dropout zero2": ("sd3_nft", [*NFT, "engine.deepspeed=zero2", f"lora={KINDS}"]),
     "flow_grpo lora zero2": ("sd3_mix_grpo", ["algorithm.kl_beta=0.1", "optimizer.warmup_steps=3", *LORA]),
     "flow_grpo lora fp8 zero3": (
         "sd3_mix_grpo",

@@ -55,7 +55,7 @@ def test_both_experts_are_converted(lora, two_ranks, tiny_pipelines, tmp_path):
     got = converted(tmp_path / "run" / "checkpoints" / "step_2", tmp_path / "out")
     assert got == contents(tmp_path / "run" / "safetensors" / "step_2")
     if lora != "null":
-        merged = converted(tmp_path / "run" / "checkpoints" / "step_2", tmp_path / "merged", "--merge-lora")
+        merged = converted(tmp_path / "run" / "checkpoints" / "step_2", tmp_path / "merged", "--merge")
         assert Path("transformer_2", "diffusion_pytorch_model.safetensors") in merged
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 
-from wfm_ds.checkpoint.export import LORA_FILES, LORA_FOLDER, LORA_PREFIX
+from wfm_ds.checkpoint.export import LORA_FILES, LORA_FOLDER, LORA_PREFIX, METADATA, SAVED_FILES
 from wfm_ds.errors import ModelError
 from wfm_ds.models.base import DiffusionModel
 
-METADATA = "lora_adapter_metadata"  # where diffusers looks for alpha
 # What diffusers raises for tensors that are damaged, or at odds with the layers.
 LOADING_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError)
 
@@ -25,7 +25,8 @@ def load_adapter(model: DiffusionModel, folder: Path) -> None:
     """
     paths = {part: adapter_file(folder, part) for part in model.denoiser_parts}
     names_in = {part: adapter_names(path) for part, path in paths.items()}
-    model.freeze_all_but(sorted({adapted_layer(name) for names in names_in.values() for name in names}))
+    trained = {adapted_layer(name) for names in names_in.values() for name in names}
+    model.freeze_all_but(sorted(trained | {name for part, path in paths.items() for name in saved_layers(path, part)}))
     for part, path in paths.items():
         misfit = f"{path} does not fit the {part} of {model.path}"
         hint = "use the model that it was trained on"
@@ -37,6 +38,31 @@ def load_adapter(model: DiffusionModel, folder: Path) -> None:
             raise ModelError(f"{misfit} ({reason}); {hint}") from error
         if wrong := sorted(names ^ placed_names(getattr(model.pipeline, part))):
             raise ModelError(f"{misfit}: {len(wrong)} tensors are without a place, e.g. {wrong[0]}; {hint}")
+        load_saved(getattr(model.pipeline, part), path.parent / SAVED_FILES[part])
+
+
+def saved_layers(adapter: Path, part: str) -> set[str]:
+    """The layers that trained whole, by the file beside a part's adapter."""
+    path = adapter.parent / SAVED_FILES[part]
+    if not path.is_file():
+        return set()
+    with safe_open(path, framework="pt") as file:
+        return {name.rpartition(".")[0] for name in file.keys()}  # noqa: SIM118, it is no mapping
+
+
+@torch.no_grad()
+def load_saved(network: torch.nn.Module, path: Path) -> None:
+    """Write the layers that trained whole, if there is a file of them, into a part of the denoiser. Raises ModelError
+    for tensors that it does not have."""
+    if not path.is_file():
+        return
+    places = {name.replace(".base_layer.", "."): parameter for name, parameter in network.named_parameters()}
+    with safe_open(path, framework="pt", device="cpu") as file:
+        for name in file.keys():  # noqa: SIM118, it is no mapping
+            tensor = file.get_tensor(name)
+            if name not in places or places[name].shape != tensor.shape:
+                raise ModelError(f"{path}: {name} {list(tensor.shape)} does not fit; use the model it was trained on")
+            places[name].copy_(tensor)
 
 
 def adapter_file(folder: Path, part: str = LORA_PREFIX) -> Path:

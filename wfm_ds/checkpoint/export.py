@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from wfm_ds.checkpoint.lora_layers import rank_of
 from wfm_ds.checkpoint.pipeline_folder import CALL, components, read_index, share_unchanged
 from wfm_ds.checkpoint.target import WEIGHTS, ExportTarget, call_json
 from wfm_ds.checkpoint.tensor_file import Spec, TensorFile
@@ -36,8 +37,12 @@ SHARD_BYTES = 1 << 30  # of one file
 SAFETY_CHECKER = "safety_checker"
 LORA_FOLDER = "lora"
 LORA_FILES = {"transformer": "model.safetensors", "transformer_2": "model_2.safetensors"}  # by part of the denoiser
+# Beside them, the layers that trained whole: diffusers refuses a LoRA file that has other tensors.
+SAVED_FILES = {"transformer": "modules_to_save.safetensors", "transformer_2": "modules_to_save_2.safetensors"}
+METADATA = "lora_adapter_metadata"  # of a file's header: where diffusers looks for alpha
 LORA_PREFIX = "transformer"  # of the keys in both files: diffusers looks for no other one
-LORA_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
+LORA_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB]|magnitude_vector)(\.weight)?")
+SAVED_KEY = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<kind>[^.]+)")
 
 
 class TensorSource(Protocol):
@@ -48,7 +53,8 @@ class TensorSource(Protocol):
     def named_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor | None]]:
         """Name and value of one tensor after the other; float32 on the CPU of rank 0, None on the others.
 
-        LoRA: `transformer_blocks.0.attn.to_k.lora_A.weight`, without the adapter's name. Full: the names of the
+        LoRA: `transformer_blocks.0.attn.to_k.lora_A.weight`, without the adapter's name; `lora_magnitude_vector.weight`
+        of DoRA, and `proj_out.modules_to_save.weight` of layers that train whole. Full: the names of the
         denoiser's state dict, persistent buffers included. With several experts the part that each belongs to stands
         before its name (`transformer_2.blocks.0...`). Collective: every rank must iterate to the end.
         """
@@ -146,6 +152,10 @@ def loading_lines(base: Path, exported: Path, lora: bool) -> str:
             if (exported / file).exists():
                 second = "" if part == LORA_PREFIX else f", load_into_{part}=True"
                 lines.append(f'pipe.load_lora_weights({name}, weight_name="{file}", adapter_name="default"{second})')
+            if (exported / SAVED_FILES[part]).exists():
+                whole = json.dumps(str(exported / SAVED_FILES[part]))
+                lines.append("from safetensors.torch import load_file  # the layers that trained whole")
+                lines.append(f"pipe.{part}.load_state_dict(load_file({whole}), strict=False)")
         if (exported / CALL).exists():
             lines.append(f"# it was trained on prompts as encoded by the call's arguments in {exported / CALL}")
     return "\n".join(lines)
@@ -211,7 +221,7 @@ def refuse_to_overwrite(out: Path, base: Path) -> None:
     target, source = out.resolve(), base.resolve()
     if target == source or source.is_relative_to(target):
         raise ModelError(f"{out}: the export would replace the base model {base}; choose another folder")
-    known = ("model_index.json", "config.json", LORA_FOLDER)
+    known = ("model_index.json", "config.json", "adapter_config.json", LORA_FOLDER)
     if out.exists() and any(out.iterdir()) and not any((out / name).exists() for name in known):
         raise ModelError(f"{out}: exists and is not an export; move it away or choose another folder")
 
@@ -229,15 +239,22 @@ def write_lora(
     settings: of the LoraConfig, as JSON. shapes: of a part's state dict, which the tensors must fit; None: unknown.
     """
     # Without the prefix diffusers loads nothing, without this metadata alpha becomes the rank: both without a word.
-    metadata = {f"{LORA_PREFIX}.{key}": value for key, value in settings.items()}
-    header = {"format": "pt", "lora_adapter_metadata": json.dumps(metadata, indent=2, sort_keys=True)}
+    # A dropout there would stay on: PEFT's new layers are in train mode, beside a denoiser that is not.
+    of_header = dict(settings) | {"modules_to_save": None, "lora_dropout": 0.0}
+    metadata = {f"{LORA_PREFIX}.{key}": value for key, value in of_header.items()}
+    header = {"format": "pt", METADATA: json.dumps(metadata, indent=2, sort_keys=True)}
     folder.mkdir()
     for part, tensors in adapters:
-        adapter = {name: tensor.detach().to(torch.float32, copy=True).contiguous() for name, tensor in tensors}
-        _check_adapter(adapter, None if shapes is None else shapes(part), int(settings["r"]), warn_idle)
-        file = folder / LORA_FILES[part]
-        save_file({f"{LORA_PREFIX}.{name}": value for name, value in adapter.items()}, file, metadata=header)
-        atomic.sync(file)
+        held = {name: tensor.detach().to(torch.float32, copy=True).contiguous() for name, tensor in tensors}
+        saved = {f"{m['module']}.{m['kind']}": held.pop(m[0]) for m in map(SAVED_KEY.fullmatch, list(held)) if m}
+        adapter = {diffusers_name(name): tensor for name, tensor in held.items()}
+        expected = None if shapes is None else shapes(part)
+        check_adapter(adapter, expected, settings, warn_idle)
+        check_saved(saved, expected)
+        written = {LORA_FILES[part]: {f"{LORA_PREFIX}.{name}": value for name, value in adapter.items()}}
+        for name, values in (written | ({SAVED_FILES[part]: saved} if saved else {})).items():
+            save_file(values, folder / name, metadata=header if name in written else {"format": "pt"})
+            atomic.sync(folder / name)
     atomic.write_text(folder / "adapter_config.json", json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
@@ -247,21 +264,38 @@ def adapter_settings(config: Any, base: Path | str | None) -> dict[str, Any]:
     return {**settings, "base_model_name_or_path": None if base is None else str(base)}
 
 
-def adapter_shapes(weight: torch.Size, rank: int) -> dict[str, list[int]]:
-    """Return the shapes of the two matrices on a layer with a weight of this shape."""
+def diffusers_name(name: str) -> str:
+    """The name that diffusers looks for: it leaves out the `.weight` of a magnitude."""
+    return name.removesuffix(".weight") if name.endswith(".lora_magnitude_vector.weight") else name
+
+
+def adapter_shapes(weight: torch.Size, rank: int, *, dora: bool = False) -> dict[str, list[int]]:
+    """Return the shapes of the two matrices on a layer with a weight of this shape, and of its magnitude."""
     outputs, *inputs = weight  # [out, in]; of a convolution [out, in, kh, kw], whose B is 1 x 1
-    return {"A": [rank, *inputs], "B": [outputs, rank, *[1] * (len(inputs) - 1)]}
+    pair = {"A": [rank, *inputs], "B": [outputs, rank, *[1] * (len(inputs) - 1)]}
+    return pair | ({"magnitude_vector": [outputs]} if dora else {})
 
 
 def _implied_weight(pair: Mapping[str, Tensor]) -> torch.Size | None:
     """The shape of the layer that two matrices can only belong to; None if one of them is missing."""
-    return torch.Size([len(pair["B"]), *pair["A"].shape[1:]]) if len(pair) == 2 else None
+    return torch.Size([len(pair["B"]), *pair["A"].shape[1:]]) if {"A", "B"} <= pair.keys() else None
 
 
-def _check_adapter(
-    adapter: Mapping[str, Tensor], expected: Mapping[str, torch.Size] | None, rank: int, warn_idle: bool
+def check_saved(saved: Mapping[str, Tensor], expected: Mapping[str, torch.Size] | None) -> None:
+    """Every tensor of layers that trained whole must be one of the denoiser's. Raises ModelError."""
+    for name, tensor in saved.items():
+        if expected is not None and expected.get(name) != tensor.shape:
+            raise ModelError(f"{name} {list(tensor.shape)} is no tensor of the denoiser: the export was given up")
+
+
+def check_adapter(
+    adapter: Mapping[str, Tensor],
+    expected: Mapping[str, torch.Size] | None,
+    settings: Mapping[str, Any],
+    warn_idle: bool,
 ) -> None:
-    """Every tensor must belong to a pair A, B that fits a weight of the bare denoiser. Raises ModelError."""
+    """Every tensor must belong to a pair A, B that fits a weight of the bare denoiser, and have the rank that the
+    settings give it. Raises ModelError."""
     pairs: dict[str, dict[str, Tensor]] = {}
     for name, tensor in adapter.items():
         match = LORA_KEY.fullmatch(name)
@@ -273,7 +307,8 @@ def _check_adapter(
     for module, pair in pairs.items():
         shapes = {matrix: list(tensor.shape) for matrix, tensor in sorted(pair.items())}
         weight = _implied_weight(pair) if expected is None else expected.get(f"{module}.weight")
-        if weight is None or shapes != adapter_shapes(weight, rank):
+        rank = rank_of(settings, module)
+        if weight is None or shapes != adapter_shapes(weight, rank, dora=bool(settings.get("use_dora"))):
             of = "no such layer" if weight is None else f"a layer {list(weight)}"
             raise ModelError(f"{module}: LoRA tensors {shapes} of rank {rank} do not fit {of}: the export was given up")
     if warn_idle and not any(bool(pair["B"].any()) for pair in pairs.values()):

@@ -1,76 +1,19 @@
-"""Weights that others wrote, as an export asks for them: LoRA folders of Cosmos-RL, and DeepSpeed's own checkpoints."""
+"""Weights that others wrote, as an export asks for them: DeepSpeed's own checkpoints. LoRA files: lora_file.py."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-import peft
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
-from wfm_ds.checkpoint.export import LORA_FILES, LORA_FOLDER, LORA_PREFIX
 from wfm_ds.checkpoint.target import ExportTarget
 from wfm_ds.engine.engine import persistent_buffers
-from wfm_ds.errors import ModelError, UserError, is_out_of_memory
-from wfm_ds.models.loading import read_json
+from wfm_ds.errors import UserError, is_out_of_memory
 
-ADAPTER_CONFIG = "adapter_config.json"
-PEFT_PREFIXES = ("base_model.model.", f"{LORA_PREFIX}.")
 WRAPPERS = ("module.", "transformer.")  # what training frameworks put before a denoiser's own names
 # What reading a pickle raises when it is damaged, or of classes that are not here.
 PICKLE_ERRORS = (OSError, ValueError, RuntimeError, KeyError, EOFError, ImportError, AttributeError, TypeError)
-
-
-def lora_folder(folder: Path) -> Path | None:
-    """The folder with a LoRA's file and its config: this one, or `lora` in it. None: there is none."""
-    for candidate in (folder, folder / LORA_FOLDER):
-        if (candidate / LORA_FILES[LORA_PREFIX]).is_file() and (candidate / ADAPTER_CONFIG).is_file():
-            return candidate
-    return None
-
-
-class LoraFolder:
-    """The LoRA files of one or two experts, in PEFT's names, with or without the prefixes that PEFT and diffusers put
-    before them."""
-
-    lora = True
-
-    def __init__(self, folder: Path) -> None:
-        """Raises ModelError if the files cannot be read, or its config does not say rank and alpha."""
-        self.folder, config = folder, read_json(folder / ADAPTER_CONFIG)
-        known = {f for f in peft.LoraConfig.__dataclass_fields__ if f in config}
-        if lacking := [name for name in ("r", "lora_alpha") if name not in known]:
-            raise ModelError(f"{folder / ADAPTER_CONFIG} does not say {' and '.join(lacking)}; copy the LoRA again")
-        self.settings = {name: config[name] for name in known}
-        self.parts = tuple(part for part, file in LORA_FILES.items() if (folder / file).is_file())
-
-    @property
-    def base(self) -> str | None:
-        """The model that it says it is for."""
-        return self.settings.get("base_model_name_or_path")
-
-    def lora_config(self) -> Any:
-        return peft.LoraConfig(**self.settings)
-
-    def named_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor]]:
-        for part in self.parts:
-            for name, tensor in self.tensors(part):
-                yield name if len(self.parts) == 1 else f"{part}.{name}", tensor
-
-    def tensors(self, part: str) -> Iterator[tuple[str, Tensor]]:
-        """The adapter of one part of the denoiser. Raises ModelError if its file cannot be read."""
-        file = self.folder / LORA_FILES[part]
-        try:
-            tensors = load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"{file} cannot be read ({error}); copy the LoRA again") from error
-        for name, tensor in tensors.items():
-            for prefix in (*PEFT_PREFIXES, f"{part}."):
-                name = name.removeprefix(prefix)
-            yield name.replace(".default.", "."), tensor
 
 
 def is_deepspeed(folder: Path) -> bool:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import peft
 import torch
 from torch import Tensor
 
 from wfm_ds.checkpoint.cuts import CutStates
-from wfm_ds.checkpoint.export import LORA_KEY, TensorSource, adapter_shapes
+from wfm_ds.checkpoint.export import LORA_KEY, SAVED_KEY, TensorSource, adapter_shapes
+from wfm_ds.checkpoint.lora_layers import LoraLayer, LoraLayers, alpha_of
 from wfm_ds.checkpoint.target import ExportTarget
 from wfm_ds.engine.engine import OPTIMIZER, persistent_buffers
 from wfm_ds.errors import ModelError, UserError
 
 ADAPTER = ".default."  # the trained adapter's name within those of its parameters
-UNSUPPORTED = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "lora_bias")  # they change what is added
+UNSUPPORTED = ("lora_bias", "use_qalora", "layer_replication")  # they change what is added
 
 
 class CheckpointWeights:
@@ -56,16 +57,21 @@ class CheckpointWeights:
         return {name: parameter.shape for name, parameter in self.target.bare(part).named_parameters()}
 
     def _adapter_shapes(self, part: str) -> dict[str, list[int]]:
-        """Return the shapes of the adapter's matrices that the checkpoint holds, as they lie on the base's layers."""
+        """Return the shapes of the adapter's tensors that the checkpoint holds, as they lie on the base's layers."""
         assert self.settings is not None
         prefix, weights = self.target.prefix(part), self.target.shapes(part)
         shapes = {}
         for name in self.cuts.layout(0):
-            match = LORA_KEY.fullmatch(name.removeprefix(prefix).replace(ADAPTER, "."))
-            weight = weights.get(f"{match['module']}.weight") if match and name.startswith(prefix) else None
+            if not name.startswith(prefix):
+                continue
+            own = name.removeprefix(prefix)
+            match, saved = (key.fullmatch(own.replace(ADAPTER, ".")) for key in (LORA_KEY, SAVED_KEY))
+            weight = weights.get(f"{match['module']}.weight") if match else None
             if match and weight is not None:
-                matrices = adapter_shapes(weight, int(self.settings["r"]))
-                shapes[name.removeprefix(prefix)] = matrices[match["matrix"]]
+                matrices = adapter_shapes(weight, int(self.settings["r"]), dora=True)
+                shapes[own] = matrices[match["matrix"]]
+            elif saved and (whole := weights.get(f"{saved['module']}.{saved['kind']}")) is not None:
+                shapes[own] = list(whole)
         return shapes
 
     def _buffers(self, part: str) -> Iterator[tuple[str, Tensor]]:
@@ -74,51 +80,56 @@ class CheckpointWeights:
             yield self.target.prefix(part) + name, stored.tensor(name)
 
 
-class Pair(NamedTuple):
-    """The two matrices that a LoRA puts on a layer."""
-
-    A: Tensor  # [rank, in], of a convolution [rank, in, kh, kw]
-    B: Tensor  # [out, rank], of a convolution [out, rank, 1, 1]
-
-
 class MergedAdapter:
-    """The base folder's weights with a LoRA added to them: W + alpha / rank * B A in float32, tensor by tensor."""
+    """The base folder's weights with a LoRA in them, computed in float32, tensor by tensor: W + alpha / rank * B A,
+    with DoRA scaled to its magnitudes; layers that trained whole in the place of the base's."""
 
     lora = False
 
     def __init__(self, adapter: TensorSource, settings: Mapping[str, Any], target: ExportTarget) -> None:
         """Raises ModelError for a LoRA that adds something else."""
         if set_ones := [name for name in UNSUPPORTED if settings.get(name)]:
-            raise ModelError(f"a LoRA with {', '.join(set_ones)} cannot be merged; leave --merge-lora out")
-        self.adapter, self.target = adapter, target
-        self.scale = settings["lora_alpha"] / settings["r"]
+            raise ModelError(f"a LoRA with {', '.join(set_ones)} cannot be merged; leave --merge out")
+        self.adapter, self.target, self.settings = adapter, target, settings
 
     def lora_config(self) -> None:
         return None
 
     def named_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor]]:
         """All parts' state dicts. Raises ModelError if the LoRA does not fit them."""
-        pairs = self._pairs(policy)
+        layers, saved = adapter_layers(self.adapter.named_full_tensors(policy), self.settings)
         for part in self.target.parts:
             prefix, stored = self.target.prefix(part), self.target.stored(part)
             for name in self.target.shapes(part):
                 weight = stored.tensor(name)
-                pair = pairs.pop(prefix + name.removesuffix(".weight"), None) if name.endswith(".weight") else None
-                yield prefix + name, weight if pair is None else self._merged(weight, pair)
-        if pairs:
-            raise ModelError(f"{self.target.base} has no layer {next(iter(pairs))}, which the LoRA is for")
+                layer = layers.pop(prefix + name.removesuffix(".weight"), None) if name.endswith(".weight") else None
+                if layer is not None and layer.weight_shape != weight.shape:
+                    raise ModelError(f"{name} is {list(weight.shape)}, the LoRA is for {list(layer.weight_shape)}")
+                own = saved.pop(prefix + name, weight)
+                yield prefix + name, own if layer is None else layer.merged(own)
+        if left := [*layers, *saved]:
+            raise ModelError(f"{self.target.base} has no layer {left[0]}, which the LoRA is for")
 
-    def _pairs(self, policy: str) -> dict[str, Pair]:
-        matrices: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in self.adapter.named_full_tensors(policy):
-            match = LORA_KEY.fullmatch(name)
-            if match is None or tensor is None:
-                raise ModelError(f"{name} is not the name of a LoRA tensor (MODULE.lora_A.weight)")
-            matrices.setdefault(match["module"], {})[match["matrix"]] = tensor
-        if halves := [module for module, pair in matrices.items() if len(pair) < 2]:
-            raise ModelError(f"{halves[0]}: the LoRA has one of its two matrices only")
-        return {module: Pair(**pair) for module, pair in matrices.items()}
 
-    def _merged(self, weight: Tensor, pair: Pair) -> Tensor:
-        added: Tensor = pair.B.float().flatten(1) @ pair.A.float().flatten(1)
-        return weight.float().add(added.view(weight.shape), alpha=self.scale)
+def adapter_layers(
+    tensors: Iterable[tuple[str, Tensor | None]], settings: Mapping[str, Any]
+) -> tuple[LoraLayers, dict[str, Tensor]]:
+    """The layers of a LoRA as a source names its tensors, and the tensors of layers that trained whole. Raises
+    ModelError."""
+    found: dict[str, dict[str, Tensor]] = {}
+    saved: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        match, whole = LORA_KEY.fullmatch(name), SAVED_KEY.fullmatch(name)
+        if tensor is None or not (match or whole):
+            raise ModelError(f"{name} is not the name of a LoRA tensor (MODULE.lora_A.weight)")
+        if match:
+            found.setdefault(match["module"], {})[match["matrix"]] = tensor
+        elif whole:
+            saved[f"{whole['module']}.{whole['kind']}"] = tensor
+    if halves := [module for module, group in found.items() if not {"A", "B"} <= group.keys()]:
+        raise ModelError(f"{halves[0]}: the LoRA has one of its two matrices only")
+    layers = {
+        module: LoraLayer(g["A"], g["B"], alpha_of(settings, module, len(g["A"])), g.get("magnitude_vector"))
+        for module, g in found.items()
+    }
+    return layers, saved

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.distributed.world import World, ranks_per_node
 from wfm_ds.engine.accumulation import accumulate_in_float32
+from wfm_ds.engine.dropout import AdapterDropout
 from wfm_ds.engine.lockstep import Guard
 from wfm_ds.engine.merging import merged
 from wfm_ds.engine.optimizer import build_optimizer
@@ -99,6 +100,8 @@ class DenoiserEngine:
         wanted = recipe.rollout is not None and recipe.rollout.cuda_graph
         self._replays = Replays(ds, module.parameters) if wanted else None
         self._replaying = False
+        drops = recipe.lora is not None and recipe.lora.dropout > 0
+        self._dropout = AdapterDropout(module, recipe.run.seed, world.rank) if drops else None
         self._guard = Guard(world) if recipe.engine.guard else None
         self._num_backwards = 0  # since the last step
         self._due_backwards = self.accumulation
@@ -117,6 +120,7 @@ class DenoiserEngine:
         total_updates: int,
         block_classes: Sequence[type[nn.Module]] = (),
         frozen: AbstractSet[str] = frozenset(),
+        start: Mapping[str, Tensor] | None = None,
         counts_work: bool = True,
         share: Share = install,
     ) -> DenoiserEngine:
@@ -126,6 +130,7 @@ class DenoiserEngine:
         layers, unless the recipe names its own. policies: those wanted of old, ref, ema. accumulation: backward passes
         per optimizer step. total_updates: optimizer steps of the run, where the schedule ends. block_classes: the
         repeated blocks, for engine.compile. frozen: names of parameters that full training leaves as they are.
+        start: initial values of the adapter's tensors, by their names in `named_full_tensors`.
         counts_work: note the FLOPs of forwards, whose arguments must have a row for each sample. share: has the ranks
         of a replica share a sample's tokens. Raises RecipeError for
         a DeepSpeed JSON or LoRA targets that cannot work, UserError for a denoiser whose tokens the ranks of a replica
@@ -154,6 +159,7 @@ class DenoiserEngine:
             names=names,
             block_classes=block_classes,
             frozen=frozen,
+            start=start,
             share=share,
         )
         optimizer = build_optimizer(denoiser, recipe.optimizer, world.device)
@@ -172,6 +178,9 @@ class DenoiserEngine:
             self._work.note(args, kwargs, differentiated=torch.is_grad_enabled(), adapters=not bare)
         if self._replaying and self._replays is not None:
             return self._replays(self.active, args, kwargs)
+        if self._dropout is not None and self.active == "train":
+            with self._dropout.drawn(self.num_updates + self.num_skipped, self.world.device):
+                return self.ds(*args, **kwargs)
         return self.ds(*args, **kwargs)
 
     @contextlib.contextmanager

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from wfm_ds.engine.flops import adapted_layers
@@ -186,11 +187,17 @@ class ShardedCopy:
 
 
 def add_adapters(
-    denoiser: nn.Module, recipe: LoraRecipe, targets: Sequence[str], names: Sequence[str], seed: int
+    denoiser: nn.Module,
+    recipe: LoraRecipe,
+    targets: Sequence[str],
+    names: Sequence[str],
+    seed: int,
+    start: Mapping[str, Tensor] | None = None,
 ) -> Adapters:
     """Add the adapter `default` and equal ones called `names`; only `default` trains. Before DeepSpeed starts.
 
-    Raises RecipeError if no layer can be adapted. `seed`: of the initial A matrices.
+    Raises RecipeError if no layer can be adapted. `seed`: of the initial A matrices. start: initial values of tensors
+    of the adapter, by their names without the adapter's; all must be there.
     """
     denoiser.requires_grad_(False)
     config = peft.LoraConfig(
@@ -198,6 +205,10 @@ def add_adapters(
         lora_alpha=recipe.alpha,
         target_modules=list(targets),
         init_lora_weights="gaussian" if recipe.init == "gaussian" else True,
+        lora_dropout=recipe.dropout,
+        use_rslora=recipe.rslora,
+        use_dora=recipe.dora,
+        modules_to_save=list(recipe.modules_to_save) or None,
     )
     module: Any = denoiser
     devices = {parameter.device for parameter in denoiser.parameters() if parameter.is_cuda}
@@ -210,7 +221,19 @@ def add_adapters(
         raise RecipeError(
             f"lora.target_modules: {', '.join(targets)} cannot be adapted in {type(denoiser).__name__}: {error}"
         ) from error
+    if start:
+        take_over(denoiser, start, ("default", *names))
     return Adapters(denoiser)
+
+
+@torch.no_grad()
+def take_over(denoiser: nn.Module, start: Mapping[str, Tensor], names: Sequence[str]) -> None:
+    """Write these values, by names as `named_full_tensors` gives them, into the adapters of all `names`."""
+    places = dict(denoiser.named_parameters())
+    own = {name.replace(".default.", "."): name for name in places if ".default." in name}
+    for name, value in start.items():
+        for adapter in names:
+            places[own[name].replace(".default.", f".{adapter}.")].copy_(value)
 
 
 class Adapters:
@@ -228,10 +251,12 @@ class Adapters:
         for name, parameter in denoiser.named_parameters():  # PEFT has just set the flags of the adapters alone
             parameter.requires_grad_(".default." in name)
         self.layers = adapted_layers(denoiser)
+        self._copied = [part for part in denoiser.modules() if isinstance(part, ModulesToSaveWrapper)]
+        self.use("default")
 
     def use(self, name: str | None) -> None:
         """Compute with the adapter of this name, None: with none."""
-        for layer in self.layers:
+        for layer in (*self.layers, *self._copied):
             layer._disable_adapters = name is None
             if name is not None:
                 layer._active_adapter = [name]

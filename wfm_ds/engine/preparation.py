@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from wfm_ds.distributed.world import World
@@ -38,6 +38,7 @@ def prepare(
     names: Sequence[str],
     block_classes: Sequence[type[nn.Module]],
     frozen: AbstractSet[str] = frozenset(),
+    start: Mapping[str, Tensor] | None = None,
     share: Share = install,
 ) -> Adapters | None:
     """Collective. Change a denoiser in place: a base in fewer bits, weights to their place, adapters or full training,
@@ -45,7 +46,8 @@ def prepare(
     before.
 
     config: what deepspeed.initialize will get. names: of the adapters beside `default`. frozen: parameters that
-    full training leaves as they are. share: has the ranks of a replica share a sample's tokens. Returns the adapters,
+    full training leaves as they are. start: initial values of the adapters (policy.add_adapters). share: has the ranks
+    of a replica share a sample's tokens. Returns the adapters,
     None in full training. Raises as `DenoiserEngine.build`.
     """
     module: Any = denoiser
@@ -59,7 +61,7 @@ def prepare(
         train_in_float8(denoiser, block_classes, recipe.model.fp8_training, dtype, world.device)
     else:
         seed = derive_seed(recipe.run.seed, "lora_init")
-        adapters = add_adapters(denoiser, recipe.lora, targets, names, seed)
+        adapters = add_adapters(denoiser, recipe.lora, targets, names, seed, start)
         cast_unplaced(denoiser, dtype)
         logger.info("LoRA of rank %d on %d layers (%s)", recipe.lora.rank, len(adapters.layers), ", ".join(targets))
     if recipe.model.gradient_checkpointing:

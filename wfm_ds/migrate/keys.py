@@ -64,6 +64,8 @@ ROWS = (
     Row("policy.lora.r", "lora.rank", default=8),
     Row("policy.lora.lora_alpha", "lora.alpha", default=8),
     Row("policy.lora.target_modules", "lora.target_modules", to.lora_targets),
+    Row("policy.lora.lora_dropout", "lora.dropout"),
+    Row("policy.lora.use_rslora", "lora.rslora"),
     Row("policy.lora.init_lora_weights", "lora.init", LORA_INIT, default=True),
     Row("policy.parallelism.dp_shard_size", "engine.deepspeed", to.zero_stage, default=1),
     Row("policy.parallelism.dp_replicate_size", "engine.deepspeed", to.zero_stage, default=1),

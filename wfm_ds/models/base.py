@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import diffusers.utils.logging
 import numpy as np
@@ -30,6 +30,7 @@ from wfm_ds.sampling.schedule import shifted
 
 if TYPE_CHECKING:
     from wfm_ds.models.guardrail import Guardrail
+    from wfm_ds.models.lora_names import LoraName
     from wfm_ds.recipe.sampling import SamplingRecipe
     from wfm_ds.types import Conditioning
 
@@ -54,6 +55,8 @@ class DiffusionModel(ABC):
     pipeline_classes: ClassVar[tuple[str, ...]]  # matched against model_index.json:_class_name
     conditioning_keys: ClassVar[frozenset[str]]  # what encode_text returns and denoise expects, exactly
     default_lora_targets: ClassVar[tuple[str, ...]]  # suffixes of linear layers
+    lora_names: ClassVar[tuple[LoraName, ...]] = ()  # what other tools call the layers (models/lora_names.py)
+    comfyui_prefix: ClassVar[Literal["transformer", "diffusion_model"]] = "diffusion_model"  # with it: original names
     required_parts: ClassVar[tuple[str, ...]]  # names in model_index.json that must not be null
     block_classes: ClassVar[tuple[type[nn.Module], ...]]  # for checkpointing, ZeRO-3 leaves, compile
     video: ClassVar[bool] = False  # pixels [B,3,F,H,W] and latents [B,C,T,h,w], also for a single frame

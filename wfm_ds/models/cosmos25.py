@@ -19,11 +19,22 @@ from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.conditional_frames import frames_in
 from wfm_ds.models.fingerprint import fingerprint
 from wfm_ds.models.guardrail import Guardrail
+from wfm_ds.models.lora_names import renamed
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
 CONDITIONAL_SIGMA = 1e-4  # the noise level that the network is told of conditional frames: conditional_frame_timestep
+
+LORA_NAMES = tuple(
+    name
+    for own, theirs in (("attn1", "self_attn"), ("attn2", "cross_attn"))
+    for name in renamed(
+        f"transformer_blocks.{{}}.{own}",
+        f"blocks.{{}}.{theirs}",
+        {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out.0": "output_proj"},
+    )
+) + renamed("transformer_blocks.{}", "blocks.{}", {"ff.net.0.proj": "mlp.layer1", "ff.net.2": "mlp.layer2"})
 
 
 class Cosmos25(DiffusionModel):
@@ -34,6 +45,7 @@ class Cosmos25(DiffusionModel):
     required_parts = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
     conditioning_keys = frozenset({"prompt_embeds"})
     default_lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
+    lora_names = LORA_NAMES
     block_classes = (CosmosTransformerBlock,)
     video = True
     conditional_frames = (0, 1, 2)

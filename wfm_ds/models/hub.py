@@ -62,10 +62,16 @@ RELEASED = {  # the repositories in diffusers' format that the families know, wi
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": None,
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": None,
 }
-CONVERT_COSMOS = (
-    "python convert_cosmos_to_diffusers.py --transformer_type Cosmos-2.5-Predict-Base-2B --transformer_ckpt_path FILE "
-    "--vae_type wan2.1 --output_path OUT --save_pipeline (a script of diffusers)"
-)
+COSMOS_ORIGINAL = "_ema_bf16.pt"  # how the names of the Cosmos zoo's own checkpoints end
+
+
+def convert_cosmos(file: str, name: str) -> str:
+    """The line that makes a pipeline of an original checkpoint of Cosmos-Predict2.5, whose `name` says its size."""
+    size = "14B" if "14B" in name else "2B"
+    return (
+        f"python convert_cosmos_to_diffusers.py --transformer_type Cosmos-2.5-Predict-Base-{size} "
+        f"--transformer_ckpt_path {file} --vae_type wan2.1 --output_path OUT --save_pipeline (a script of diffusers)"
+    )
 
 
 def is_id(path: str) -> bool:
@@ -258,8 +264,8 @@ def other_format(repo: str, revision: str | None, files: Sequence[str]) -> str:
     known = RELEASED.get(repo)
     if known is not None and revision != known:
         return f"{repo} has a pipeline in diffusers' format in another branch: set model.revision: {known}"
-    if any(name.endswith("_ema_bf16.pt") for name in files):
-        return f"{repo} holds original Cosmos checkpoints; convert one: {CONVERT_COSMOS}"
+    if any(name.endswith(COSMOS_ORIGINAL) for name in files):
+        return f"{repo} holds original Cosmos checkpoints; convert one: {convert_cosmos('FILE', repo)}"
     near = nearest(repo)
     if near is not None and near.lower().startswith(repo.lower()):
         return f"{repo} is not in diffusers' format; {near} is"

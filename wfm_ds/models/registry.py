@@ -105,6 +105,10 @@ def locate(path: str | Path, own: str | None = None, revision: str | None = None
         return cached_tiny(str(path).removeprefix(TINY))
     folder = Path(path).expanduser()
     if not os.path.isdir(folder):  # os.path: False, not an error, where we may not look
+        if folder.name.endswith(hub.COSMOS_ORIGINAL):
+            raise ModelError(
+                f"{folder} is an original Cosmos checkpoint; convert it: {hub.convert_cosmos(str(folder), str(folder))}"
+            )
         problem = "is a file" if os.path.isfile(folder) else "does not exist"
         raise ModelError(
             f"{folder} {problem}; model.path must name a diffusers pipeline folder on this disk, owner/name of the "

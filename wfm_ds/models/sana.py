@@ -13,12 +13,24 @@ from torch import Tensor
 from wfm_ds.errors import ModelError
 from wfm_ds.models.base import DiffusionModel, stock_argument
 from wfm_ds.models.loading import stored_call
+from wfm_ds.models.lora_names import fused, renamed
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
 INSTRUCTION = "complex_human_instruction"  # the stock call's argument: lines that go before each prompt
 STOCK_MULTIPLE = 32  # the stock calls refuse other sizes, also where VAE and patches would allow them
+
+BLOCK = "transformer_blocks.{}"
+LORA_NAMES = (
+    *fused(f"{BLOCK}.attn1", ("to_q", "to_k", "to_v"), "blocks.{}.attn.qkv"),
+    *fused(f"{BLOCK}.attn2", ("to_k", "to_v"), "blocks.{}.cross_attn.kv_linear"),
+    *renamed(
+        BLOCK,
+        "blocks.{}",
+        {"attn1.to_out.0": "attn.proj", "attn2.to_q": "cross_attn.q_linear", "attn2.to_out.0": "cross_attn.proj"},
+    ),
+)
 
 
 class Sana(DiffusionModel):
@@ -32,6 +44,7 @@ class Sana(DiffusionModel):
     required_parts = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
     conditioning_keys = frozenset({"prompt_embeds", "prompt_attention_mask"})
     default_lora_targets = ("to_q", "to_k", "to_v", "to_out.0")  # of self- and cross-attention
+    lora_names = LORA_NAMES
     block_classes = (SanaTransformerBlock,)
     prompt_templates = ("stock", "none")
 

@@ -11,9 +11,33 @@ from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import c
 from torch import Tensor
 
 from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.lora_names import fused, renamed
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
+
+BLOCK, JOINT = "transformer_blocks.{}", "joint_blocks.{}"
+QKV = ("to_q", "to_k", "to_v")
+LORA_NAMES = (
+    *fused(f"{BLOCK}.attn", QKV, f"{JOINT}.x_block.attn.qkv"),
+    *fused(f"{BLOCK}.attn", ("add_q_proj", "add_k_proj", "add_v_proj"), f"{JOINT}.context_block.attn.qkv"),
+    *fused(f"{BLOCK}.attn2", QKV, f"{JOINT}.x_block.attn2.qkv"),
+    *renamed(
+        BLOCK,
+        f"{JOINT}.x_block",
+        {
+            "attn.to_out.0": "attn.proj",
+            "attn2.to_out.0": "attn2.proj",
+            "ff.net.0.proj": "mlp.fc1",
+            "ff.net.2": "mlp.fc2",
+        },
+    ),
+    *renamed(
+        BLOCK,
+        f"{JOINT}.context_block",
+        {"attn.to_add_out": "attn.proj", "ff_context.net.0.proj": "mlp.fc1", "ff_context.net.2": "mlp.fc2"},
+    ),
+)
 
 
 class StableDiffusion3(DiffusionModel):
@@ -30,6 +54,8 @@ class StableDiffusion3(DiffusionModel):
         *("to_q", "to_k", "to_v", "to_out.0"),
         *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
     )
+    lora_names = LORA_NAMES
+    comfyui_prefix = "transformer"
     block_classes = (JointTransformerBlock,)
 
     @torch.no_grad()

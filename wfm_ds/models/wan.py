@@ -14,11 +14,20 @@ from wfm_ds.errors import ModelError
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.conditional_frames import frames_in
 from wfm_ds.models.experts import Experts
+from wfm_ds.models.lora_names import renamed
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
 EXPERTS = ("transformer", "transformer_2")  # more noise first
+
+LORA_NAMES = tuple(
+    name
+    for own, theirs in (("attn1", "self_attn"), ("attn2", "cross_attn"))
+    for name in renamed(
+        f"blocks.{{}}.{own}", f"blocks.{{}}.{theirs}", {"to_q": "q", "to_k": "k", "to_v": "v", "to_out.0": "o"}
+    )
+) + renamed("blocks.{}", "blocks.{}", {"ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"})
 
 
 class Wan(DiffusionModel):
@@ -33,6 +42,7 @@ class Wan(DiffusionModel):
     required_parts = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
     conditioning_keys = frozenset({"prompt_embeds"})
     default_lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
+    lora_names = LORA_NAMES
     block_classes = (WanTransformerBlock,)
     denoiser_parts: tuple[str, ...] = EXPERTS
     video = True

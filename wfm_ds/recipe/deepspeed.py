@@ -96,6 +96,9 @@ WHOLE_WEIGHTS = {
     "cuda_graph": "needs weights that stay where they are",
 }
 
+# Keys of adapters that shards cannot serve, and why.
+WHOLE_LAYERS = {"dora": "needs the norms of whole weights", "modules_to_save": "copies whole layers"}
+
 
 def deepspeed_config(
     recipe: Recipe, *, accumulation: int, policies: frozenset[str], world_size: int, ranks_per_node: int
@@ -210,6 +213,12 @@ def check_combinations(
                     f"{source}: ZeRO stage 3 cuts the weights into shards, and rollout.{key} {why}: use zero2, or "
                     "remove the key"
                 )
+    for key, why in WHOLE_LAYERS.items():
+        if zero["stage"] == 3 and recipe.lora is not None and getattr(recipe.lora, key):
+            raise RecipeError(
+                f"{source}: ZeRO stage 3 cuts the weights into shards, and lora.{key} {why}: use zero2, or remove "
+                "the key"
+            )
     if recipe.engine.compile and zero["stage"] == 3 and "leaf_module" not in zero:
         raise RecipeError(
             f"{source}: engine.compile cannot compile blocks inside which ZeRO stage 3 gathers weights: use zero2, or, "

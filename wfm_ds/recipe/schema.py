@@ -26,6 +26,7 @@ from wfm_ds.recipe.sections import (
     CheckpointRecipe,
     EmaRecipe,
     EngineRecipe,
+    ExportRecipe,
     LoggingRecipe,
     LoraRecipe,
     ModelRecipe,
@@ -79,6 +80,7 @@ class Recipe(Section):
     reward: RewardRecipe | None = None
     validation: ValidationRecipe = ValidationRecipe()
     checkpoint: CheckpointRecipe = CheckpointRecipe()
+    export: ExportRecipe = ExportRecipe()
     logging: LoggingRecipe = LoggingRecipe()
 
     @property
@@ -183,6 +185,8 @@ class Recipe(Section):
         if self.rollout is not None and self.rollout.merge_lora:
             self._lora_can_be_merged()
         self._base_can_be_quantised()
+        if self.lora is not None:
+            self._adapters_can_be_trained(self.lora)
         if self.model.fp8_training is not None:
             self._can_train_in_float8()
         if self.model.denoiser_init == "random" and self.lora is not None:
@@ -304,6 +308,20 @@ class Recipe(Section):
                 f"rollout.merge_lora: algorithm {self.algorithm.name} compares the log-probabilities of its rollouts "
                 "with those of training, and merged weights are rounded otherwise; remove the key"
             )
+
+    def _adapters_can_be_trained(self, lora: LoraRecipe) -> None:
+        if lora.dropout and self.is_rl and self.rl.algorithm.compares_log_probs:
+            raise ValueError(
+                f"lora.dropout: algorithm {self.algorithm.name} compares the log-probabilities of its rollouts with "
+                "those of training, which dropout would change; remove the key"
+            )
+        if lora.dora and (self.model.base_precision or self.rollout_precision):
+            raise ValueError(
+                "lora.dora: the norms of a base in fewer bits are not those of its weights; remove it or base_precision"
+            )
+        whole = [key for key in ("dora", "modules_to_save") if getattr(lora, key)]
+        if whole and self.rollout is not None and self.rollout.merge_lora:
+            raise ValueError(f"rollout.merge_lora: merges plain adapters, not lora.{whole[0]}; remove one of the keys")
 
     def _base_can_be_quantised(self) -> None:
         if self.model.base_precision is not None and self.lora is None:

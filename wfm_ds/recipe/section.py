@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,6 +53,12 @@ def reward_name(name: str) -> str:
     return name
 
 
+def hub_name(name: str) -> str:
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        raise ValueError(f"expected owner/name of a repository of the hub, got {name!r}")
+    return name
+
+
 def storage_address(address: str) -> str:
     bucket = address.removeprefix("s3://").strip("/")
     if not address.startswith("s3://") or not bucket:
@@ -65,6 +72,7 @@ UserAddress = Annotated[str, BeforeValidator(not_empty), AfterValidator(expand_u
 PossiblePath = Annotated[str, AfterValidator(possible)]
 """A path that is expanded elsewhere, or a name in its place such as tiny:sd3."""
 RewardName = Annotated[str, AfterValidator(reward_name)]
+HubName = Annotated[str, AfterValidator(hub_name)]
 StorageAddress = Annotated[str, AfterValidator(storage_address)]
 """An s3:// address below which a run keeps its copies; without a slash at its end."""
 UserClass = Annotated[str, Field(pattern=r"^[^:\s]+:[^:\s]+$")]

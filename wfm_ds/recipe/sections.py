@@ -5,6 +5,7 @@ from them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -22,6 +23,7 @@ from pydantic import (
 from wfm_ds.recipe.section import (
     Decay,
     Fraction,
+    HubName,
     PossiblePath,
     RewardName,
     Section,
@@ -108,11 +110,27 @@ class LoraRecipe(Section):
     rank: Annotated[PositiveInt, Field(le=65536)] = 32
     """Inner dimension of each adapter."""
     alpha: PositiveFloat = 64.0
-    """The adapter's output is scaled by alpha / rank."""
+    """The adapter's output is scaled by alpha / rank, with `rslora` by alpha / sqrt(rank)."""
     target_modules: list[str] | None = None
     """Suffixes of linear layers that get an adapter. Unset: the family's attention projections."""
     init: Literal["gaussian", "default"] = "gaussian"
     """Initialisation of A (B starts at zero): `gaussian`, or PEFT's `default` (Kaiming uniform)."""
+    init_from: UserPath | None = None
+    """A LoRA to go on from: a .safetensors file in the key layout of diffusers, PEFT, kohya or ComfyUI, or the folder
+    of an export. Layers that it does not have start afresh; the reference of RL stays the base without any adapter."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of an adapter's inputs that training forwards drop. Not for algorithms that compare log-probabilities."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank), so that a higher rank does not shrink the update (rsLoRA)."""
+    dora: bool = False
+    """Train a magnitude for each output of an adapted layer besides (DoRA). For zero1 and zero2."""
+    modules_to_save: list[str] = Field(default=[])
+    """Suffixes of layers that train whole beside the adapters. For zero1 and zero2; the export has a file of their own
+    for them."""
+
+    def trained_layers(self, default_targets: Sequence[str]) -> list[str]:
+        """List the suffixes of all layers that training changes."""
+        return [*(self.target_modules or default_targets), *self.modules_to_save]
 
     @field_validator("target_modules")
     @classmethod
@@ -378,6 +396,18 @@ class CheckpointRecipe(Section):
     storage_timeout_s: PositiveFloat = 300.0
     """At its end the run waits for its copies; if the storage takes nothing for so long, it ends with exit code 1 and
     says what is missing there."""
+
+
+class ExportRecipe(Section):
+    """Exports sent to the Hugging Face hub, with a card of the model (docs/exports.md)."""
+
+    push_to_hub: HubName | None = None
+    """The repository `owner/name` that gets the export, with the token of HF_TOKEN or `hf auth login`. What cannot be
+    sent is a warning with the command that sends it later, never the end of the run."""
+    private: bool = True
+    """Make the repository private, where it is new."""
+    every: Literal["last", "each"] = "last"
+    """Send the export of the run's end alone, or each one (checkpoint.export_every), as a commit of its own."""
 
 
 class LoggingRecipe(Section):

@@ -14,7 +14,7 @@ from wfm_ds.models.fingerprint import fingerprint
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.user_class import import_class, is_user_class, source_file
 
-ELSEWHERE = {"model": {"path", "attention"}}  # keys that may differ from machine to machine
+ELSEWHERE = {"model": {"path", "attention"}, "lora": {"init_from"}}  # keys that may differ from machine to machine
 
 
 def identity(recipe: Recipe, model: DiffusionModel) -> dict[str, str]:

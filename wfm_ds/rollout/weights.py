@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from wfm_ds.checkpoint.adapter import load_adapter, placed_names
-from wfm_ds.checkpoint.export import LORA_FILES, LORA_FOLDER, LORA_PREFIX
+from wfm_ds.checkpoint.adapter import load_adapter, load_saved, placed_names
+from wfm_ds.checkpoint.export import LORA_FILES, LORA_FOLDER, LORA_PREFIX, SAVED_FILES, diffusers_name
 from wfm_ds.engine.flops import adapted_layers
 from wfm_ds.engine.merging import AdapterMerge
 from wfm_ds.errors import UserError
@@ -113,13 +113,15 @@ class PolicyWeights:
             return
         for part in self.model.denoiser_parts:
             self._copy(part, [folder / LORA_FOLDER / LORA_FILES[part]])
+            load_saved(getattr(self.model.pipeline, part), folder / LORA_FOLDER / SAVED_FILES[part])
 
     def _copy(self, part: str, paths: list[Path]) -> None:
         """Write the tensors of these files into a part of the denoiser. Raises ValueError unless they are all of it."""
         network: Any = getattr(self.model.pipeline, part)
         places = network.state_dict()
         if self.lora:
-            places = {f"{LORA_PREFIX}.{n.replace('.default.', '.')}": p for n, p in places.items() if ".lora_" in n}
+            names = {n: diffusers_name(n.replace(".default.", ".")) for n in places if ".lora_" in n}
+            places = {f"{LORA_PREFIX}.{name}": places[n] for n, name in names.items()}
         missing = set(placed_names(network) if self.lora else places)
         for path in paths:
             with safe_open(path, framework="pt", device="cpu") as file:

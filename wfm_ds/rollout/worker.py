@@ -164,7 +164,7 @@ def build_generator(
     attention.use(model.denoiser, kernel)
     require_same(identity_there, identity(recipe, model))
     if recipe.lora is not None:  # as the trainer does, before any text is encoded
-        model.freeze_all_but(recipe.lora.target_modules or model.default_lora_targets)
+        model.freeze_all_but(recipe.lora.trained_layers(model.default_lora_targets))
     store = text_store(recipe, model)
     texts = TextCache(model, store=store if store is not None and opened(store, required=False) else None)
     if texts.folder is not None:  # the trainer has filled it, if it is on this machine: they may never be needed

@@ -47,7 +47,7 @@ def shadow_of(model: DiffusionModel, recipe: Recipe, policies: frozenset[str]) -
     quantise_base(denoiser, model.block_classes, recipe.model.base_precision, dtype, META)
     targets = (recipe.lora and recipe.lora.target_modules) or list(model.default_lora_targets)
     if recipe.lora is not None:
-        shadow.freeze_all_but(targets)
+        shadow.freeze_all_but(recipe.lora.trained_layers(targets))
     make_trainable(denoiser, recipe, targets, sorted(policy_copies(policies, lora=True)))
     for parameter in shadow.pipeline.vae.parameters():
         parameter.data = parameter.data.to(DTYPES[recipe.model.vae_dtype])

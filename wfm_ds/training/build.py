@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from wfm_ds.algorithms import RlAlgorithm, build_rl, build_supervised, engine_policies
 from wfm_ds.data.datasets import TrainingData, batch_source, buckets_of, log_rejected, readable
@@ -30,6 +32,7 @@ from wfm_ds.rollout.groups import PairGroups, PromptGroups, SpreadGroups
 from wfm_ds.rollout.rewards import RewardClient, RewardService
 from wfm_ds.rollout.source import async_source
 from wfm_ds.run.folder import Start
+from wfm_ds.run.initial_lora import initial_lora
 from wfm_ds.run.job import Job
 from wfm_ds.run.model import check_attention, load_model
 from wfm_ds.training.caches import latent_cache
@@ -59,13 +62,19 @@ DiffusionLoop = RlLoop | SftLoop
 def freeze_base(model: DiffusionModel, recipe: Recipe) -> None:
     """Tell the model which layers the recipe's adapters leave as they are, before it encodes any text."""
     if recipe.lora is not None:
-        model.freeze_all_but(recipe.lora.target_modules or model.default_lora_targets)
+        model.freeze_all_but(recipe.lora.trained_layers(model.default_lora_targets))
 
 
 def build_engine(
-    model: DiffusionModel, recipe: Recipe, derived: Derived, world: World, policies: frozenset[str]
+    model: DiffusionModel,
+    recipe: Recipe,
+    derived: Derived,
+    world: World,
+    policies: frozenset[str],
+    start: Mapping[str, Tensor] | None = None,
 ) -> DenoiserEngine:
-    """Wrap the model's denoiser; from here on the model's forwards go through the engine."""
+    """Wrap the model's denoiser; from here on the model's forwards go through the engine. start: first values of the
+    adapter's tensors."""
     freeze_base(model, recipe)
     engine = DenoiserEngine.build(
         model.denoiser,
@@ -76,6 +85,7 @@ def build_engine(
         accumulation=max(derived.accumulation, len(model.sigma_ranges)),  # a micro-batch has terms of one expert
         total_updates=derived.total_updates,
         block_classes=model.block_classes,
+        start=start,
     )
     model.denoiser = engine.forward_module
     return engine
@@ -95,7 +105,9 @@ def open_job(
     derived = derive(recipe, world.size)
     world.checked(lambda: freeze_base(model, recipe))
     texts = texts_of(recipe, model, data, derived, world)  # before the engine: the denoiser is not on the device yet
-    engine = world.checked(lambda: build_engine(model, recipe, derived, world, engine_policies(recipe)))
+    policies = engine_policies(recipe)
+    first = None if start.checkpoint else world.checked(lambda: initial_lora(recipe, model))
+    engine = world.checked(lambda: build_engine(model, recipe, derived, world, policies, first))
     latents = world.checked(lambda: latent_cache(recipe, model))
     monitor = Monitor(
         recipe.run.output_dir,
@@ -139,6 +151,7 @@ def prepare(
     log.info("loading model %s", recipe.model.path)
     model: DiffusionModel = world.checked(loaded)
     log.info("model loaded, %.0f s after the start", seconds_since_start())
+    world.checked(lambda: initial_lora(recipe, model))  # raises what does not fit, before anything is written
     world.checked(lambda: check_attention(recipe, model, world.device))
     drawn = [prompt.text for prompt in (*data.prompts, *data.shown)]
     world.checked(lambda: model.check_prompts(drawn[world.rank :: world.size]))

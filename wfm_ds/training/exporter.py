@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from wfm_ds.run.hub_push import HubPush
 from wfm_ds.run.job import CommonJob
 
 
@@ -13,6 +14,8 @@ class Exporter:
     def __init__(self, job: CommonJob) -> None:
         self.job = job
         self._written: tuple[int, Path] | None = None
+        self._wanted = job.recipe.export.push_to_hub is not None
+        self._push = HubPush(job.recipe) if self._wanted and job.world.is_main else None
 
     @property
     def artifacts(self) -> dict[str, str]:
@@ -31,6 +34,10 @@ class Exporter:
         assert self._written is not None
         folder, job = self._written[1], self.job
         job.monitor.last_message("load it with:\n" + job.loading_lines(folder))
+        if self._push is not None and job.recipe.export.every == "last":
+            self._send(step, folder)
+        if self._wanted:
+            job.world.checked(self._finish, on="main")
 
     def _export(self, step: int) -> None:
         job = self.job
@@ -40,3 +47,14 @@ class Exporter:
         self._written = (step, folder)
         if job.mirror is not None:
             job.mirror.wake()
+        if self._push is not None and job.recipe.export.every == "each":
+            self._send(step, folder)
+
+    def _send(self, step: int, folder: Path) -> None:
+        assert self._push is not None
+        self._push.send(folder, self.job.export_note.base, step, self.job.loading_lines(folder))
+
+    def _finish(self) -> None:
+        assert self._push is not None
+        with self.job.timer("export"):
+            self._push.finish()

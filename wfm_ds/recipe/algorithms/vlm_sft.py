@@ -31,6 +31,8 @@ class VlmSftAlgorithm(AlgorithmSettings):
     def check(self, recipe: OtherSections) -> None:
         if recipe.lora is not None and self.freeze:
             raise ValueError("algorithm.freeze: with a lora section all of the base is frozen; remove one of them")
+        if recipe.lora is not None:
+            recipe.lora.require_default("init_from", "dora", "modules_to_save", unless="a diffusion model")
         if len(set(self.freeze)) == 3:
             raise ValueError("algorithm.freeze names all parts, which leaves nothing to train: leave one of them out")
         if recipe.model.attention not in ("auto", "native"):

@@ -1,0 +1,242 @@
+"""LoRA files in the layouts of other tools: round trips, what diffusers itself loads, ComfyUI's arithmetic."""
+
+import json
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+
+from wfm_ds import convert
+from wfm_ds.checkpoint.export import write_lora
+from wfm_ds.checkpoint.lora_base import denoiser_parts, names_of, read_lora, weights_of
+from wfm_ds.checkpoint.lora_extract import nearest
+from wfm_ds.checkpoint.lora_file import LoraSource, named_tensors, settings_of
+from wfm_ds.checkpoint.lora_layers import LoraLayer, alpha_of, fused, same, split
+from wfm_ds.checkpoint.lora_layouts import comfyui, kohya
+from wfm_ds.checkpoint.target import ExportTarget
+from wfm_ds.models import registry
+
+FAMILIES = ("sd3", "sana", "sana_video", "cosmos25", "wan21", "wan22")
+RANK, ALPHA = 4, 10.0
+
+
+def run(capsys, *words):
+    code = convert.main([str(word) for word in words])
+    printed = capsys.readouterr()
+    return code, printed.err if code else printed.out
+
+
+def layers_of(network, targets, weight, dora):
+    """A LoRA on every layer of the denoiser that a run of the family would adapt by default."""
+    draw = torch.Generator().manual_seed(1)
+    layers = {}
+    for name, part in network.named_modules():
+        if isinstance(part, torch.nn.Linear) and name.endswith(tuple(f".{t}" for t in targets)):
+            A = torch.randn(RANK, part.in_features, generator=draw)
+            B = 0.1 * torch.randn(part.out_features, RANK, generator=draw)
+            norms = (weight(name) + LoraLayer(A, B, ALPHA).delta()).norm(dim=1) if dora else None
+            layers[name] = LoraLayer(A, B, ALPHA, None if norms is None else 1.1 * norms)
+    return layers
+
+
+@pytest.fixture
+def export(tiny_pipelines, tmp_path):
+    """`export("sd3")`: a LoRA as a run of that family exports it, its layers by part, and the model's folder."""
+
+    def made(family, dora=False):
+        folder = tiny_pipelines(family)
+        target, weights = ExportTarget(folder, denoiser_parts(folder)), weights_of(folder)
+        targets = registry.family_of(folder).default_lora_targets
+        parts = {part: layers_of(target.bare(part), targets, weights(part), dora) for part in target.parts}
+        settings = settings_of(parts, {}, {"base_model_name_or_path": str(folder)})
+        lora = tmp_path / family / "lora"
+        lora.parent.mkdir()
+        write_lora([(p, named_tensors(own, {})) for p, own in parts.items()], settings, lora, shapes=None)
+        return lora, parts, folder
+
+    return made
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_there_and_back_is_the_same_bit_for_bit(family, export, tmp_path, capsys):
+    lora, parts, folder = export(family)
+    for layout in ("kohya", "comfyui", "peft"):
+        there = tmp_path / layout / ("there" if layout == "peft" else "there.safetensors")
+        code, text = run(capsys, lora, there, "--layout", layout)
+        assert code == 0, text
+        assert f"rank {RANK}, alpha {ALPHA:g}, layout {layout}" in text
+        for part, layers in parts.items():
+            back, _ = read_lora(written(there, part, len(parts)), folder)
+            assert_equal(back.layers["transformer"], layers)
+
+
+def written(there, part, num_parts):
+    """The file or folder of one part, as `write_layout` and `write_peft` name it."""
+    if num_parts == 1:
+        return there
+    noise = {"transformer": "high_noise", "transformer_2": "low_noise"}[part]
+    return there.with_name(f"there_{noise}.safetensors") if there.suffix else there / part
+
+
+def assert_equal(got, want):
+    assert got.keys() == want.keys()
+    for name, layer in got.items():
+        assert torch.equal(layer.A, want[name].A)
+        assert torch.equal(layer.B, want[name].B)
+        assert layer.alpha == ALPHA
+
+
+def test_fused_layers_add_what_their_members_do(export):
+    _, parts, folder = export("sd3")
+    tensors = kohya(parts["transformer"], names_of(registry.family_of(folder)))
+    key = "lora_unet_joint_blocks_0_x_block_attn_qkv"
+    down, up, alpha = (tensors[f"{key}.{kind}"] for kind in ("lora_down.weight", "lora_up.weight", "alpha"))
+    whole = up @ down * (alpha / len(down))
+    own = [parts["transformer"][f"transformer_blocks.0.attn.to_{n}"].delta() for n in "qkv"]
+    assert_close(whole, torch.cat(own), atol=1e-6, rtol=1e-6)
+
+
+def test_a_dense_fused_layer_of_others_is_split_exactly():
+    draw = torch.Generator().manual_seed(2)
+    whole = LoraLayer(torch.randn(6, 8, generator=draw), torch.randn(12, 6, generator=draw), 3.0)
+    parts = split(whole, 3)
+    assert_close(torch.cat([part.delta() for part in parts]), whole.delta(), atol=1e-6, rtol=1e-6)
+    one = LoraLayer(torch.randn(2, 8, generator=draw), torch.randn(4, 2, generator=draw), 5.0)
+    assert split(fused([None, one, None]), 3)[0] is None
+    back = split(fused([None, one, None]), 3)[1]
+    assert same({"a": back}, {"a": one}, tolerance=0.0)
+    other = LoraLayer(one.A, one.B, 1.0)  # another scale: the factor moves into B
+    assert_close(fused([one, other]).delta(), torch.cat([one.delta(), other.delta()]), atol=1e-6, rtol=1e-6)
+
+
+def whole_model(folder):
+    return registry.load(folder, dtype=torch.float32, device="cpu")
+
+
+def drawn(pipe, model):
+    pipe.set_progress_bar_config(disable=True)
+    frames = 5 if model.video else 1
+    call = model.pipeline_call(2.0, 32, 32, frames)
+    generator = torch.Generator("cpu").manual_seed(5)
+    made = pipe("a red circle", generator=generator, num_inference_steps=2, output_type="pt", **call)
+    return made.frames if model.video else made.images
+
+
+def loaded(model, file, **options):
+    pipe = DiffusionPipeline.from_pretrained(model.path, local_files_only=True)
+    pipe.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name="default", **options)
+    assert pipe.get_active_adapters() == ["default"]
+    return drawn(pipe, model)
+
+
+def test_diffusers_reads_the_baked_comfyui_layout_of_sd3_as_it_does_the_export(export, tmp_path, capsys):
+    lora, _, folder = export("sd3")
+    model = whole_model(folder)
+    out = tmp_path / "comfy.safetensors"
+    assert run(capsys, lora, out, "--layout", "comfyui", "--bake-alpha")[0] == 0
+    want = loaded(model, lora / "model.safetensors")
+    assert_close(loaded(model, out), want, atol=1e-5, rtol=0)
+    assert not any(name.endswith("alpha") for name in load_file(out))
+    assert (
+        want - drawn(DiffusionPipeline.from_pretrained(model.path, local_files_only=True), model)
+    ).abs().max() > 1e-3
+    assert run(capsys, lora, tmp_path / "alphas.safetensors", "--layout", "comfyui")[0] == 0
+    with pytest.raises(ValueError, match="Invalid LoRA checkpoint"):  # what docs/exports.md says of it
+        loaded(model, tmp_path / "alphas.safetensors")
+
+
+def test_diffusers_reads_the_comfyui_layout_of_wan_at_its_strength(export, tmp_path, capsys):
+    lora, _, folder = export("wan21")
+    model = whole_model(folder)
+    out = tmp_path / "comfy.safetensors"
+    assert run(capsys, lora, out, "--layout", "comfyui")[0] == 0
+    assert_close(loaded(model, out), loaded(model, lora / "model.safetensors"), atol=1e-5, rtol=0)
+
+
+def test_a_kohya_file_becomes_one_that_diffusers_reads(export, tmp_path, capsys):
+    lora, _, folder = export("sd3")
+    model = whole_model(folder)
+    assert run(capsys, lora, tmp_path / "k.safetensors", "--layout", "kohya")[0] == 0
+    assert run(capsys, tmp_path / "k.safetensors", tmp_path / "back")[0] == 0
+    want = loaded(model, lora / "model.safetensors")
+    assert_close(loaded(model, tmp_path / "back" / "lora" / "model.safetensors"), want, atol=1e-5, rtol=0)
+
+
+def test_dora_in_comfyui_is_the_weight_that_peft_computes(export, tmp_path, capsys):
+    lora, parts, folder = export("wan21", dora=True)
+    out = tmp_path / "dora.safetensors"
+    code, text = run(capsys, lora, out, "--layout", "comfyui")
+    assert code == 0, text
+    tensors = load_file(out)
+    for name, layer in parts["transformer"].items():
+        weight = weights_of(folder)("transformer")(name)
+        key = f"diffusion_model.{names_of(registry.family_of(folder)).table.original(name)[0]}"
+        added = weight + layer.delta()  # comfy/weight_adapter/base.py of ComfyUI 0.3.77
+        theirs = added * (tensors[f"{key}.dora_scale"] / weight.norm(dim=1, keepdim=True))
+        assert_close(theirs, layer.merged(weight), atol=1e-5, rtol=1e-5)
+    back, _ = read_lora(out, folder)
+    for name, layer in back.layers["transformer"].items():
+        assert_close(layer.magnitude, parts["transformer"][name].magnitude, atol=1e-5, rtol=1e-5)
+
+
+def test_the_scale_of_peft_settings():
+    assert alpha_of({"lora_alpha": 8, "use_rslora": True}, "a.b", 16) / 16 == 8 / 16**0.5
+    assert alpha_of({"lora_alpha": 8, "alpha_pattern": {"b": 3}}, "a.b", 16) == 3
+
+
+def test_what_cannot_be_named_is_one_sentence(export, tmp_path, capsys):
+    lora, parts, folder = export("sd3")
+    out = tmp_path / "out.safetensors"
+    one = next(iter(parts["transformer"].values()))
+    strange = {"lora_te1_text_model.lora_down.weight": one.A, "lora_te1_text_model.lora_up.weight": one.B}
+    save_file(strange, tmp_path / "text.safetensors")
+    for words, part in (
+        ([tmp_path / "text.safetensors", tmp_path / "x"], "no layers of the denoiser (lora_te1_text_model)"),
+        ([lora, tmp_path / "folder", "--layout", "kohya"], "layout kohya is a file; name one that ends with"),
+        ([lora, out, "--layout", "kohya", "--merge"], "--merge writes a whole pipeline"),
+        ([lora, out, "--rank", 3], "are for --extract BASE"),
+        ([folder, out, "--extract", folder], "needs --rank R, --energy SHARE"),
+        ([folder, tmp_path / "e", "--extract", folder, "--rank", 3], "there is nothing to extract"),
+        ([tmp_path / "nothing.safetensors", out, "--layout", "kohya"], "does not exist"),
+    ):
+        code, text = run(capsys, *words)
+        assert (code, text.count("\n")) == (2, 1), text
+        assert part in text
+    other = {"unknown.lora_A.weight": one.A, "unknown.lora_B.weight": one.B}
+    save_file(other, tmp_path / "other.safetensors")
+    code, text = run(capsys, tmp_path / "other.safetensors", out, "--layout", "kohya", "--base", folder)
+    assert (code, "1 layers of the LoRA have no name in the original sd3" in text) == (2, True)
+    assert not any(path.exists() for path in (out, tmp_path / "e"))
+
+
+def test_extraction_gives_the_lora_that_was_merged(export, tmp_path, capsys):
+    lora, parts, folder = export("sd3")
+    whole, back = tmp_path / "whole", tmp_path / "back"
+    assert run(capsys, lora, whole, "--merge", "--base", folder, "--dtype", "float32")[0] == 0
+    code, text = run(capsys, whole, back, "--extract", folder, "--energy", 0.999999)
+    assert code == 0, text
+    assert "it has 100.0% of what changed in the transformer" in text
+    found = LoraSource(back).layers["transformer"]
+    assert {layer.rank for layer in found.values()} == {RANK}
+    for name, layer in parts["transformer"].items():
+        assert_close(found[name].delta(), layer.delta(), atol=1e-4, rtol=1e-3)
+    assert not same(found, parts["transformer"], tolerance=1e-9)
+    assert run(capsys, whole, tmp_path / "small", "--extract", folder, "--rank", 2)[0] == 0
+    assert {layer.rank for layer in LoraSource(tmp_path / "small").layers["transformer"].values()} == {2}
+    assert json.loads((back / "lora" / "adapter_config.json").read_text())["r"] == RANK
+    change = torch.diag(torch.tensor([4.0, 3.0, 0.0]))
+    assert [nearest(change, None, energy)[0].rank for energy in (0.5, 0.9)] == [1, 2]
+
+
+def test_comfyui_names_of_each_family(export):
+    for family, key in (
+        ("sd3", "transformer.transformer_blocks.0.attn.add_q_proj"),
+        ("wan21", "diffusion_model.blocks.0.cross_attn.o"),
+        ("cosmos25", "diffusion_model.blocks.0.self_attn.output_proj"),
+        ("sana", "diffusion_model.blocks.0.attn.qkv"),
+    ):
+        _, parts, folder = export(family)
+        tensors = comfyui(parts["transformer"], names_of(registry.family_of(folder)), None)
+        assert {f"{key}.lora_A.weight", f"{key}.lora_B.weight", f"{key}.alpha"} <= tensors.keys()

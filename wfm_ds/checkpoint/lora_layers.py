@@ -1,0 +1,142 @@
+"""The layers of a LoRA, whatever file they come from: what each adds to its weight, and fusing and splitting them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from peft.utils.other import get_pattern_key
+from torch import Tensor
+
+from wfm_ds.errors import ModelError
+
+LoraLayers = dict[str, "LoraLayer"]  # by the layer's name in diffusers
+
+
+@dataclass(frozen=True, slots=True)
+class LoraLayer:
+    """The update of one layer by a LoRA: alpha / rank * B A is added to its weight W. With a magnitude m (DoRA) the
+    sum is scaled row by row to the norm m (arXiv 2402.09353)."""
+
+    A: Tensor  # [rank, in], of a convolution [rank, in, kh, kw]
+    B: Tensor  # [out, rank], of a convolution [out, rank, 1, 1]
+    alpha: float
+    magnitude: Tensor | None = None  # [out]
+
+    @property
+    def rank(self) -> int:
+        return len(self.A)
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    @property
+    def weight_shape(self) -> torch.Size:
+        """The shape of the only weight that the matrices fit."""
+        return torch.Size([len(self.B), *self.A.shape[1:]])
+
+    def delta(self) -> Tensor:
+        """The sum that the weight gets, before a magnitude scales it; float32, in the weight's shape."""
+        product: Tensor = self.B.float().flatten(1) @ self.A.float().flatten(1)
+        return product.view(self.weight_shape) * self.scale
+
+    def merged(self, weight: Tensor) -> Tensor:
+        """The weight with the adapter in it, float32."""
+        whole = weight.float() + self.delta()
+        return whole if self.magnitude is None else whole * by_row(self.magnitude.float() / row_norms(whole), whole)
+
+    def baked(self) -> LoraLayer:
+        """The same with alpha = rank: for readers that do not look for an alpha."""
+        return replace(self, B=self.B * self.scale, alpha=float(self.rank))
+
+
+def row_norms(weight: Tensor) -> Tensor:
+    """The norm of each output's weights, [out]."""
+    norms: Tensor = weight.float().flatten(1).norm(dim=1)
+    return norms
+
+
+def by_row(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(-1, *[1] * (like.ndim - 1))
+
+
+def fused(members: Sequence[LoraLayer | None]) -> LoraLayer:
+    """One layer that adds what `members` add to equal ranges of its rows, in their order: A stacked, B block-diagonal.
+    None stands for rows that no member adapts; with zeros in its place the ranks stay equal."""
+    first = next(member for member in members if member is not None)
+    rows, scales = len(first.B), {member.scale for member in members if member is not None}
+    filled = [_nothing(first) if member is None else member for member in members]
+    if len(scales) > 1:
+        filled = [member.baked() for member in filled]
+    elif None in members:
+        filled = [replace(member, alpha=first.scale * member.rank) for member in filled]
+    magnitudes = [member.magnitude for member in members if member is not None and member.magnitude is not None]
+    if magnitudes and len(magnitudes) < len(members):
+        raise ModelError("DoRA of some of the layers that are one in the original cannot be fused; target all of them")
+    B = first.B.new_zeros(rows * len(filled), sum(member.rank for member in filled), *first.B.shape[2:])
+    column = 0
+    for place, member in enumerate(filled):
+        B[place * rows : (place + 1) * rows, column : column + member.rank] = member.B
+        column += member.rank
+    return LoraLayer(
+        torch.cat([member.A for member in filled]),
+        B,
+        sum(member.alpha for member in filled),
+        torch.cat(magnitudes) if magnitudes else None,
+    )
+
+
+def _nothing(like: LoraLayer) -> LoraLayer:
+    return LoraLayer(torch.zeros_like(like.A), torch.zeros_like(like.B), like.alpha)
+
+
+def split(layer: LoraLayer, shares: int) -> list[LoraLayer | None]:
+    """The inverse of `fused`, for a layer of any origin: what it adds to each of `shares` equal ranges of its rows.
+    Where each range has ranks of its own, as `fused` makes them, members get these alone; None: nothing is added."""
+    rows, rank = len(layer.B) // shares, layer.rank // shares
+    parts = [layer.B[i * rows : (i + 1) * rows] for i in range(shares)]
+    magnitudes = [None] * shares if layer.magnitude is None else list(layer.magnitude.chunk(shares))
+    own = [part[:, i * rank : (i + 1) * rank] for i, part in enumerate(parts)]
+    block_diagonal = layer.rank % shares == 0 and all(
+        torch.count_nonzero(part) == torch.count_nonzero(block) for part, block in zip(parts, own, strict=True)
+    )
+    if not block_diagonal:
+        return [replace(layer, B=part, magnitude=m) for part, m in zip(parts, magnitudes, strict=True)]
+    members = [
+        LoraLayer(layer.A[i * rank : (i + 1) * rank], block, layer.alpha * rank / layer.rank, magnitudes[i])
+        for i, block in enumerate(own)
+    ]
+    return [None if m.magnitude is None and not m.A.any() and not m.B.any() else m for m in members]
+
+
+def alpha_of(settings: Mapping[str, Any], module: str, rank: int) -> float:
+    """The alpha that, over the rank, is the scale which PEFT's settings give to a layer."""
+    patterns = settings.get("alpha_pattern") or {}
+    alpha = float(patterns.get(get_pattern_key(list(patterns), module), settings["lora_alpha"]))
+    return alpha * math.sqrt(rank) if settings.get("use_rslora") else alpha
+
+
+def rank_of(settings: Mapping[str, Any], module: str) -> int:
+    """The rank that PEFT's settings give to a layer."""
+    patterns = settings.get("rank_pattern") or {}
+    return int(patterns.get(get_pattern_key(list(patterns), module), settings["r"]))
+
+
+def same(ours: LoraLayers, theirs: LoraLayers, tolerance: float = 1e-6) -> bool:
+    """True if both add the same to every layer: bit for bit, or within the rounding of float32."""
+    if ours.keys() != theirs.keys():
+        return False
+    for name, layer in ours.items():
+        other = theirs[name]
+        if layer.alpha == other.alpha and torch.equal(layer.A, other.A) and torch.equal(layer.B, other.B):
+            continue
+        delta = layer.delta()
+        if layer.weight_shape != other.weight_shape:
+            return False
+        if float((delta - other.delta()).norm()) > tolerance * float(delta.norm()):
+            return False
+    return True

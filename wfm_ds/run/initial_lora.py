@@ -1,0 +1,110 @@
+"""The LoRA that a run starts from (lora.init_from), held to the recipe and to the model before anything is written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from wfm_ds.checkpoint.lora_base import weights_of
+from wfm_ds.checkpoint.lora_file import LoraSource, named_tensors
+from wfm_ds.checkpoint.lora_layers import LoraLayers
+from wfm_ds.checkpoint.target import ExportTarget
+from wfm_ds.errors import ModelError, RecipeError
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.lora_names import NameTable
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.sections import LoraRecipe
+
+log = logging.getLogger(__name__)
+
+
+def initial_lora(recipe: Recipe, model: DiffusionModel) -> dict[str, Tensor] | None:
+    """The first values of the adapter's tensors, by the names that an engine gives them; None for a run that starts
+    afresh. Layers that the file does not have are left out. `model`: before an engine has changed its denoiser.
+
+    Raises ModelError for a file that cannot be read or does not fit the model, RecipeError where it is another kind of
+    adapter than the recipe's.
+    """
+    lora = recipe.lora
+    if lora is None or lora.init_from is None:
+        return None
+    parts = tuple(model.denoiser_parts)
+    target = ExportTarget(model.path, parts)
+    source = LoraSource(lora.init_from, NameTable(model.lora_names), weights_of(model.path))
+    if source.parts != parts:
+        raise ModelError(
+            f"lora.init_from {lora.init_from} has a LoRA for {' and '.join(source.parts)}, {model.path} has "
+            f"{' and '.join(parts)}: name the folder of an export with a file for each"
+        )
+    start: dict[str, Tensor] = {}
+    for part in parts:
+        layers, saved, network = source.layers[part], source.saved[part], getattr(model.pipeline, part)
+        _require_kind(layers, saved, lora)
+        _require_fit(layers, saved, network, lora.init_from, model.path)
+        adapted = set(adapted_names(network, lora.target_modules or model.default_lora_targets))
+        if strange := sorted(layers.keys() - adapted):
+            raise RecipeError(
+                f"lora.init_from {lora.init_from} has {len(strange)} layers that lora.target_modules does not name "
+                f"({', '.join(strange[:3])}): add them there"
+            )
+        log.info(
+            "LoRA from %s on %d layers, %d start afresh", lora.init_from, len(layers), len(adapted - layers.keys())
+        )
+        start |= {target.prefix(part) + name: tensor for name, tensor in named_tensors(layers, saved)}
+    return start
+
+
+def adapted_names(network: nn.Module, targets: Any) -> Iterator[str]:
+    """The linear layers whose names end with a target, as PEFT matches them."""
+    suffixes = tuple(f".{target}" for target in targets)
+    return (
+        name
+        for name, part in network.named_modules()
+        if isinstance(part, nn.Linear) and (name in targets or name.endswith(suffixes))
+    )
+
+
+def _require_kind(layers: LoraLayers, saved: dict[str, Tensor], lora: LoraRecipe) -> None:
+    """Raise RecipeError unless the file's adapter is the recipe's: rank, scale, DoRA, modules that train whole."""
+    ranks, alphas = ({getattr(layer, name) for layer in layers.values()} for name in ("rank", "alpha"))
+    if len(ranks) > 1 or len(alphas) > 1:
+        raise RecipeError(
+            f"lora.init_from {lora.init_from} has a rank or alpha of its own for some layers, and a run has one: "
+            "merge it into the model (wfm convert --merge), or use another LoRA"
+        )
+    rank, alpha = ranks.pop(), alphas.pop()
+    own = lora.alpha * lora.rank**0.5 if lora.rslora else lora.alpha
+    if (lora.rank, own) != (rank, alpha):
+        stated = alpha / rank**0.5 if lora.rslora else alpha
+        raise RecipeError(
+            f"lora.rank {lora.rank} and lora.alpha {lora.alpha:g}, but {lora.init_from} has rank {rank} and alpha "
+            f"{stated:g}: set them to these"
+        )
+    if lora.dora != any(layer.magnitude is not None for layer in layers.values()):
+        has = "has no magnitudes (DoRA)" if lora.dora else "is a DoRA"
+        raise RecipeError(f"lora.dora: {str(lora.dora).lower()}, but {lora.init_from} {has}: set it to the other")
+    suffixes = tuple(lora.modules_to_save)
+    if strange := [name for name in saved if not name.rpartition(".")[0].endswith(suffixes or ("\0",))]:
+        raise RecipeError(
+            f"lora.init_from {lora.init_from} has {strange[0]} of a layer that trained whole: add it to "
+            "lora.modules_to_save"
+        )
+
+
+def _require_fit(layers: LoraLayers, saved: dict[str, Tensor], network: nn.Module, file: Path, base: Path) -> None:
+    """Raise ModelError for layers that the network does not have, or has in another shape."""
+    shapes = {name: parameter.shape for name, parameter in network.named_parameters()}
+    theirs = {f"{name}.weight": layer.weight_shape for name, layer in layers.items()}
+    theirs |= {name: tensor.shape for name, tensor in saved.items()}
+    wrong = [name for name, shape in theirs.items() if shapes.get(name) != shape]
+    if wrong:
+        first = wrong[0]
+        ours = f"has {list(shapes[first])}" if first in shapes else "has no such layer"
+        raise ModelError(
+            f"lora.init_from {file} is for another base: {len(wrong)} of its {len(theirs)} layers do not fit, e.g. "
+            f"{first} {list(theirs[first])}, where {base} {ours}"
+        )

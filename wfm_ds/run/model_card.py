@@ -1,0 +1,99 @@
+"""The card of an export on the hub: what it is, how it was trained and how it is loaded, without paths of a machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+
+from wfm_ds.monitoring.samples import TABLE
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.yaml_text import to_yaml
+from wfm_ds.run.layout import METRICS
+
+SHOWN = ("val/", "reward/", "loss/", "sft/loss")  # metrics whose last values the card has
+MAX_METRICS, MAX_SAMPLES = 20, 4
+PRIVATE = ("endpoint", "storage")  # addresses of a cluster
+PATH_STARTS = ("/", "~", "./", "../", "s3://", "http://", "https://", "tcp://", "unix:")
+
+
+def model_card(recipe: Recipe, repo: str, step: int, lines: str, base: str | None, samples: Mapping[str, Path]) -> str:
+    """The text of README.md. lines: that load the export. base: the id of the model that was trained, if it has one.
+    samples: files of the last validation by their names in the repository."""
+    kind = "LoRA" if recipe.lora is not None else "Weights"
+    data = ModelCardData(
+        base_model=base,
+        base_model_relation=None if base is None else "adapter" if recipe.lora is not None else "finetune",
+        library_name="transformers" if recipe.algorithm.trains_language else "diffusers",
+        tags=["wfm_ds", recipe.algorithm.name, *(["lora"] if recipe.lora is not None else [])],
+    )
+    parts = [
+        f"---\n{data.to_yaml()}\n---",
+        f"# {repo.partition('/')[2]}",
+        f"{kind} after step {step} of {recipe.algorithm.name}, trained with wfm_ds{f' on {base}' if base else ''}.",
+        f"## Load it\n\n```python\n{lines}\n```",
+        *_metrics(recipe.run.output_dir),
+        *_samples(samples),
+        "## Recipe\n\nWithout the defaults; paths are cut to their last name.\n\n"
+        f"```yaml\n{to_yaml(shareable(recipe.model_dump(mode='json', exclude_defaults=True)))}```",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def shareable(value: Any) -> Any:
+    """The values of a recipe without what says where on which machine it ran: of a path its last name alone, of an
+    address nothing."""
+    if isinstance(value, Mapping):
+        return {key: shareable(one) for key, one in value.items() if key not in PRIVATE}
+    if isinstance(value, list):
+        return [shareable(one) for one in value]
+    if isinstance(value, str) and (value.startswith(PATH_STARTS) or ("/" in value and Path(value).exists())):
+        return Path(value).name
+    return value
+
+
+def last_samples(output_dir: Path) -> dict[str, Path]:
+    """The first files of the newest validation, by the names that they get in the repository."""
+    found = sorted((output_dir / "samples").glob("step_*"), key=lambda folder: int(folder.name.removeprefix("step_")))
+    if not found:
+        return {}
+    media = [path for path in sorted(found[-1].iterdir()) if path.suffix in (".png", ".mp4")][:MAX_SAMPLES]
+    return {f"samples/{path.name}": path for path in media}
+
+
+def _metrics(output_dir: Path) -> Iterator[str]:
+    last: dict[str, float] = {}
+    for row in _json_lines(output_dir / METRICS):
+        last |= {tag: value for tag, value in row.items() if tag.startswith(SHOWN) and isinstance(value, int | float)}
+    rows = [f"| `{tag}` | {value:.5g} |" for tag, value in sorted(last.items())[:MAX_METRICS]]
+    if rows:
+        yield "\n".join(["## Metrics\n", "| last value of | |", "|---|---|", *rows])
+
+
+def _samples(samples: Mapping[str, Path]) -> Iterator[str]:
+    if not samples:
+        return
+    table = next(iter(samples.values())).parent / TABLE
+    prompts = {row.get("file"): row for row in _json_lines(table)}
+    rows: Sequence[str] = [
+        f"| ![]({name}) | {_cell(prompts.get(path.name, {}).get('prompt', ''))} | "
+        f"{prompts.get(path.name, {}).get('seed', '')} |"
+        for name, path in samples.items()
+    ]
+    yield "\n".join(["## Samples\n", "| | prompt | seed |", "|---|---|---|", *rows])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a JSONL file; one that is being written may end within a row."""
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            return
