@@ -48,6 +48,7 @@ class LanguageModel:
     image_processor: Any
     dtype: torch.dtype
     group: ProcessGroup | None = None  # the ranks that share each row's tokens (sequence.py)
+    by_segments: bool = False  # a forward is told where conversations begin (attention.py), not by positions alone
     forward_module: Any = field(init=False)  # what computes: the network, or the engine around it
 
     def __post_init__(self) -> None:
@@ -115,11 +116,13 @@ class LanguageModel:
         return Prediction(gather(part.losses, 0, lengths, self.group), gather(part.hits, 0, lengths, self.group))
 
     def _predict(self, row: RowBatch, kept: Tensor, targets: Tensor) -> Prediction:
+        segments = {"segments": row.segments} if self.by_segments else {}
         output = self.forward_module(
             input_ids=row.input_ids,
             position_ids=row.position_ids,
             use_cache=False,  # with a cache the conversations of a row would see each other (rows.py)
             logits_to_keep=kept,
+            **segments,
             **row.media,
         )
         return scored(output.logits[0], targets)

@@ -16,7 +16,7 @@ from wfm_ds.distributed.world import World, ranks_per_node
 from wfm_ds.engine.engine import DenoiserEngine
 from wfm_ds.engine.preparation import DTYPES
 from wfm_ds.errors import RecipeError
-from wfm_ds.language import sequence
+from wfm_ds.language import attention, sequence
 from wfm_ds.language.annotations import KINDS
 from wfm_ds.language.data import LanguageData, load_conversations
 from wfm_ds.language.export import LanguageTarget
@@ -161,6 +161,7 @@ def row_order(recipe: Recipe, data: LanguageData) -> RowOrder:
 def build_engine(recipe: Recipe, world: World, model: LanguageModel) -> DenoiserEngine:
     """Wrap the network; from here on its forwards go through the engine."""
     derived = derive(recipe, world.size)
+    model.by_segments = world.replica is None and attention.install(model.network)
     engine = DenoiserEngine.build(
         model.network,
         recipe,
