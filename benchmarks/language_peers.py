@@ -127,7 +127,7 @@ def their_side(folder: Path, name: str, held: contextlib.ExitStack) -> Side:
             (number,) = order.row(place)
             return reader.read(conversations[number])
 
-    class Turns(TrainerCallback):
+    class Turns(TrainerCallback):  # type: ignore[misc]
         """Lets the trainer do one step when asked."""
 
         def __init__(self) -> None:
@@ -144,7 +144,7 @@ def their_side(folder: Path, name: str, held: contextlib.ExitStack) -> Side:
     turns, options = Turns(), recipe.optimizer
     micro, accumulation = THEIRS[name]
 
-    class InOrder(Trainer):
+    class InOrder(Trainer):  # type: ignore[misc]
         def _get_train_sampler(self, *_: Any) -> Any:
             return range(len(conversations))
 

@@ -59,6 +59,8 @@ def within(
     grouped = query_BHLD.shape[1] != key_BKLD.shape[1]
     parts = [
         F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped)
-        for q, k, v in zip(*(x.split(list(segments), 2) for x in (query_BHLD, key_BKLD, value_BKLD)), strict=True)
+        for q, k, v in zip(
+            *(torch.split(x, list(segments), 2) for x in (query_BHLD, key_BKLD, value_BKLD)), strict=True
+        )
     ]
     return torch.cat(parts, dim=2)

@@ -198,9 +198,16 @@ def load(path: str, dtype: torch.dtype) -> LanguageModel:
         raise ModelError(f"{folder}: {len(lacking)} weights are missing, e.g. {lacking[0]}; copy the model again")
     network.train()  # else gradient checkpointing is off; there is no dropout
     # The name that diffusers' models have for it, under which the engine calls it.
-    again = {"use_reentrant": False}
-    network.enable_gradient_checkpointing = functools.partial(network.gradient_checkpointing_enable, again)
+    network.enable_gradient_checkpointing = functools.partial(checkpoint_blocks, network)
     return LanguageModel(path=folder, network=network, tokenizer=tokenizer, image_processor=processor, dtype=dtype)
+
+
+def checkpoint_blocks(network: Any) -> None:
+    """Compute the blocks' activations again in the backward pass. Transformers would also have the outputs of all
+    embeddings require gradients, which checkpointing in its older form needs: a frozen tower would get a backward pass
+    that ends nowhere."""
+    network.gradient_checkpointing_enable({"use_reentrant": False})
+    network.disable_input_require_grads()
 
 
 def attention(dtype: torch.dtype) -> str:
