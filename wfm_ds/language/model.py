@@ -48,6 +48,7 @@ class LanguageModel:
     image_processor: Any
     dtype: torch.dtype
     group: ProcessGroup | None = None  # the ranks that share each row's tokens (sequence.py)
+    by_segments: bool = False  # a forward is told where conversations begin (attention.py), not by positions alone
     forward_module: Any = field(init=False)  # what computes: the network, or the engine around it
 
     def __post_init__(self) -> None:
@@ -115,11 +116,13 @@ class LanguageModel:
         return Prediction(gather(part.losses, 0, lengths, self.group), gather(part.hits, 0, lengths, self.group))
 
     def _predict(self, row: RowBatch, kept: Tensor, targets: Tensor) -> Prediction:
+        segments = {"segments": row.segments} if self.by_segments else {}
         output = self.forward_module(
             input_ids=row.input_ids,
             position_ids=row.position_ids,
             use_cache=False,  # with a cache the conversations of a row would see each other (rows.py)
             logits_to_keep=kept,
+            **segments,
             **row.media,
         )
         return scored(output.logits[0], targets)
@@ -195,9 +198,16 @@ def load(path: str, dtype: torch.dtype) -> LanguageModel:
         raise ModelError(f"{folder}: {len(lacking)} weights are missing, e.g. {lacking[0]}; copy the model again")
     network.train()  # else gradient checkpointing is off; there is no dropout
     # The name that diffusers' models have for it, under which the engine calls it.
-    again = {"use_reentrant": False}
-    network.enable_gradient_checkpointing = functools.partial(network.gradient_checkpointing_enable, again)
+    network.enable_gradient_checkpointing = functools.partial(checkpoint_blocks, network)
     return LanguageModel(path=folder, network=network, tokenizer=tokenizer, image_processor=processor, dtype=dtype)
+
+
+def checkpoint_blocks(network: Any) -> None:
+    """Compute the blocks' activations again in the backward pass. Transformers would also have the outputs of all
+    embeddings require gradients, which checkpointing in its older form needs: a frozen tower would get a backward pass
+    that ends nowhere."""
+    network.gradient_checkpointing_enable({"use_reentrant": False})
+    network.disable_input_require_grads()
 
 
 def attention(dtype: torch.dtype) -> str:

@@ -60,12 +60,13 @@ class RowBatch:
     targets: Tensor  # [N] int64, that token
     weights: Tensor  # [N] float32
     num_samples: int  # that have any such place
+    segments: list[int]  # tokens of each conversation, and of what stands beside them
 
     def to(self, device: torch.device) -> RowBatch:
         media = {name: tensor.to(device) for name, tensor in self.media.items()}
         tensors = (self.input_ids, self.position_ids, self.kept, self.targets, self.weights)
         ids, positions, kept, targets, weights = (tensor.to(device) for tensor in tensors)
-        return RowBatch(ids, positions, media, kept, targets, weights, self.num_samples)
+        return RowBatch(ids, positions, media, kept, targets, weights, self.num_samples, self.segments)
 
 
 class SampleReader:
@@ -158,6 +159,7 @@ class RowMaker:
             targets=labels[1:][kept],
             weights=torch.tensor(weights, dtype=torch.float32),
             num_samples=sum(count > 0 for count in counts),
+            segments=[len(part.tokens) for part in parts],
         )
 
     def _four_rows(self, sample: Sample) -> Tensor:

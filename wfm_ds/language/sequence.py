@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import AttentionInterface
 
 from wfm_ds.errors import UserError
+from wfm_ds.language.attention import has_windows, within
 from wfm_ds.ulysses.exchange import own, reshard
 from wfm_ds.ulysses.hooks import change_arguments
 
@@ -44,7 +44,7 @@ def check(network: Any, num_ranks: int) -> None:
             f"engine.sequence_parallel = {num_ranks} does not divide the {config.num_attention_heads} attention heads "
             f"of {type(network).__name__}; use a divisor of both the heads and the ranks"
         )
-    if "sliding_attention" in (getattr(config, "layer_types", None) or []):
+    if has_windows(network):
         raise UserError(
             f"{type(network).__name__} has layers with a sliding window, whose tokens cannot be shared among ranks; "
             "set engine.sequence_parallel to 1"
@@ -154,11 +154,6 @@ def attend(
     heads, kv_heads = ([count // num_ranks] * num_ranks for count in (num_heads, num_kv_heads * times))
     (query,) = reshard((query_BHnD,), 1, heads, 2, row.lengths, row.group)  # [B,h,S,D]
     key, value = reshard((key_BKnD, value_BKnD), 1, kv_heads, 2, row.lengths, row.group)
-    grouped = heads != kv_heads
-    parts = [
-        F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=grouped)
-        for q, k, v in zip(*(x.split_with_sizes(row.segments, 2) for x in (query, key, value)), strict=True)
-    ]
-    attended = torch.cat(parts, dim=2)
+    attended = within(query, key, value, row.segments, scaling=scaling, dropout=dropout)
     (mine,) = reshard((attended,), 2, row.lengths, 1, heads, row.group)
     return mine.transpose(1, 2).contiguous(), None

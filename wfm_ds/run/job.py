@@ -31,6 +31,7 @@ from wfm_ds.run.mirror import Mirror
 if TYPE_CHECKING:
     from wfm_ds.data.pixels import Framing
     from wfm_ds.data.samples import Media
+    from wfm_ds.engine.work import Work
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,11 @@ class CommonJob(ABC):
     def take_counts(self) -> Mapping[str, float]:
         """Metrics that count the work since the last call."""
         return {}
+
+    def take_work(self) -> Work | None:
+        """The FLOPs of this rank's forwards since the last call, where they are known: on rank 0, which stands for
+        all."""
+        return self.engine.take_work()
 
 
 @dataclass(kw_only=True)

@@ -13,9 +13,11 @@ import torch
 
 from wfm_ds.chunks import chunks
 from wfm_ds.distributed.world import World
+from wfm_ds.engine.work import Work
 from wfm_ds.language.annotations import BadConversation, Conversation
 from wfm_ds.language.data import Measured
 from wfm_ds.language.export import LanguageTarget, export_language, loading_lines
+from wfm_ds.language.flops import RowWork
 from wfm_ds.language.model import LanguageModel
 from wfm_ds.language.packing import packed
 from wfm_ds.language.rows import RowBatch, RowMaker, Sample, SampleReader
@@ -37,6 +39,7 @@ class LanguageJob(CommonJob):
     model: LanguageModel
     target: LanguageTarget
     maker: RowMaker
+    work: RowWork
 
     artifact: ClassVar[str] = "model"
 
@@ -47,6 +50,10 @@ class LanguageJob(CommonJob):
     @property
     def export_note(self) -> LanguageTarget:
         return self.target
+
+    def take_work(self) -> Work:
+        """The FLOPs of this rank's rows since the last call."""
+        return self.work.take()
 
     def export(self, out: Path) -> Path:
         return export_language(
@@ -124,6 +131,7 @@ class LanguageLoop(Loop):
         else:
             engine.expect(len(batches))
             for batch in batches:
+                self.job.work.note(batch)
                 row = batch.to(self.job.world.device)
                 found = self.job.model.predict(row)
                 engine.backward((found.losses * row.weights).sum(), num_terms)

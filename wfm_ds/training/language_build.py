@@ -10,16 +10,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from wfm_ds.algorithms import engine_policies
 from wfm_ds.distributed.lifecycle import StopFlag, seconds_since_start
 from wfm_ds.distributed.world import World, ranks_per_node
 from wfm_ds.engine.engine import DenoiserEngine
+from wfm_ds.engine.flops import on_meta
 from wfm_ds.engine.preparation import DTYPES
+from wfm_ds.engine.work import make_trainable
 from wfm_ds.errors import RecipeError
-from wfm_ds.language import sequence
+from wfm_ds.language import attention, sequence
 from wfm_ds.language.annotations import KINDS
 from wfm_ds.language.data import LanguageData, load_conversations
 from wfm_ds.language.export import LanguageTarget
+from wfm_ds.language.flops import RowWork
 from wfm_ds.language.media import MediaReader
 from wfm_ds.language.model import LanguageModel, load
 from wfm_ds.language.packing import RowOrder
@@ -118,6 +123,7 @@ def build_loop(
     kinds = [kind for kind in KINDS if kind in data.kinds] or ["image"]
     blanks = [ready.reader.blank(kind) for kind in KINDS if kind in kinds]
     target = LanguageTarget.of(model.network, model.path)
+    work = row_work(recipe, model)
     engine = world.checked(lambda: build_engine(recipe, world, model))
     monitor = Monitor(
         recipe.run.output_dir,
@@ -141,6 +147,7 @@ def build_loop(
         model=model,
         target=target,
         maker=RowMaker(model.positions, blanks, by_sample=by_sample),
+        work=work,
     )
     held_out = world.checked(lambda: HeldOut(job, ready.reader, data.held_out))
     held_out.make_rows()
@@ -158,9 +165,30 @@ def row_order(recipe: Recipe, data: LanguageData) -> RowOrder:
     )
 
 
+def row_work(recipe: Recipe, model: LanguageModel) -> RowWork:
+    """What rows will cost, of a model that is still whole and has no adapters."""
+    return RowWork(trained_shadow(recipe, model), checkpointing=recipe.model.gradient_checkpointing)
+
+
+def trained_shadow(recipe: Recipe, model: LanguageModel) -> nn.Module:
+    """Copy the network onto the meta device, with the adapters and flags that the engine will give it."""
+    shadow = on_meta(model.network)
+    make_trainable(shadow, recipe, targets_of(recipe, model), [])
+    if recipe.lora is None:
+        for name in model.frozen(recipe.language.freeze):
+            shadow.get_parameter(name).requires_grad_(False)
+    return shadow
+
+
+def targets_of(recipe: Recipe, model: LanguageModel) -> list[str]:
+    """The layers that the recipe's adapters stand on, by their names or the ends of these."""
+    return (recipe.lora and recipe.lora.target_modules) or model.default_lora_targets
+
+
 def build_engine(recipe: Recipe, world: World, model: LanguageModel) -> DenoiserEngine:
     """Wrap the network; from here on its forwards go through the engine."""
     derived = derive(recipe, world.size)
+    model.by_segments = world.replica is None and attention.install(model.network)
     engine = DenoiserEngine.build(
         model.network,
         recipe,
@@ -215,6 +243,6 @@ def counted(recipe: Recipe, data: LanguageData) -> str:
 def adapted(recipe: Recipe, model: LanguageModel) -> list[str]:
     """The modules that the recipe's adapters would stand on."""
     assert recipe.lora is not None
-    targets = recipe.lora.target_modules or model.default_lora_targets
+    targets = targets_of(recipe, model)
     names = [name for name, _ in model.network.named_modules()]
     return [name for name in names if any(name == t or name.endswith(f".{t}") for t in targets)]

@@ -84,7 +84,7 @@ def finish_step(job: CommonJob, step: int, report: StepReport, *, writing: bool)
     not on disk yet.
     """
     first, *others = report.lines
-    work = job.engine.take_work()  # within the step's time: it takes seconds at first
+    work = job.take_work()  # within the step's time: it takes seconds at first
     times, agreed = agree(job, job.timer.lap(), writing=writing)
     speed = speed_metrics(job, work, report.samples, times["time/step"])
     if report.tokens is not None:

@@ -1,0 +1,212 @@
+"""Two trainers of one vision-language model, a step at a time: our loop, and transformers' Trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RECIPE = Path(__file__).parent.parent / "recipes" / "tiny" / "reason_llava_sft.yaml"
+CONVERSATIONS = 8  # of a step
+MAX_TOKENS = 640
+ENDLESS = 100_000  # steps
+# A step's conversations in forwards of one, in one forward side by side, or in rows that are filled up: about as many
+# tokens a step.
+OURS = {
+    "one by one": ["data.pack=false", "engine.micro_batch_size=1", f"engine.gradient_accumulation={CONVERSATIONS}"],
+    "side by side": ["data.pack=false", f"engine.micro_batch_size={CONVERSATIONS}"],
+    "packed": ["engine.micro_batch_size=1", "engine.gradient_accumulation=2"],
+}
+THEIRS = {"one by one": (1, CONVERSATIONS), "padded": (CONVERSATIONS, 1)}  # conversations a forward, forwards a step
+COMMON = [
+    *("validation.every=0", "validation.at_start=false", "validation.holdout=0", "checkpoint.every=0"),
+    *(
+        "engine.deepspeed=zero1",
+        "logging.console=false",
+        "optimizer.lr=1e-5",
+        "optimizer.schedule=constant",
+        f"run.steps={ENDLESS}",
+    ),
+    *(f"data.max_tokens={MAX_TOKENS}", "data.workers=1", f"data.pixels={{min: 1, max: {224 * 224}}}"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A trainer: `step` does one of its steps, `counts` adds up what its forwards were made of."""
+
+    step: Callable[[], None]
+    counts: Counter[str]
+
+
+def recipe_of(folder: Path, name: str) -> Any:
+    from wfm_ds.recipe import file as recipe_file
+
+    places = [f"run.output_dir={folder / name}", f"model.path={folder / 'model'}"]
+    places += [f"data.path={folder / 'data' / 'annotations.json'}", f"data.media_path={folder / 'data'}"]
+    return recipe_file.load(RECIPE, [*places, *COMMON, *OURS[name]])
+
+
+def count_forwards(network: Any, counts: Counter[str]) -> None:
+    """Have a model count its forwards, the tokens that they compute, and the FLOPs of its head with its backward pass;
+    where it gets a mask, also the tokens that are not padding, and the labelled ones."""
+
+    def of_model(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        counts.update(forwards=1, computed=kwargs["input_ids"].numel())
+        if "attention_mask" in kwargs:
+            counts.update(tokens=int(kwargs["attention_mask"].sum()), labelled=int((kwargs["labels"] >= 0).sum()))
+
+    def of_head(head: Any, args: Any, output: Any) -> None:
+        rows = output.numel() // head.out_features
+        counts.update(head_flops=6 * rows * head.in_features * head.out_features)
+
+    network.register_forward_pre_hook(of_model, with_kwargs=True)
+    network.lm_head.register_forward_hook(of_head)
+
+
+def our_side(folder: Path, name: str, held: contextlib.ExitStack) -> Side:
+    """Our loop with everything around it."""
+    from wfm_ds.distributed.lifecycle import StopFlag
+    from wfm_ds.distributed.world import World
+    from wfm_ds.language.rows import RowMaker
+    from wfm_ds.run.folder import Start
+    from wfm_ds.training.language_build import build_loop, made_ready
+
+    counts: Counter[str] = Counter()
+
+    class Counted(RowMaker):
+        def row(self, samples: Sequence[Any]) -> Any:
+            for sample in samples:
+                labelled = sum(label >= 0 for label in sample.tokens.labels)
+                counts.update(tokens=len(sample.tokens), labelled=labelled)
+            return super().row(samples)
+
+    recipe, world = recipe_of(folder, name), World.join()
+    ready = made_ready(recipe, world, lambda _: contextlib.nullcontext())
+    loop: Any = build_loop(recipe, world, StopFlag(), ready, Start(), None, held)
+    job = loop.job
+    job.maker = Counted(job.maker._positions, job.maker._blanks, by_sample=False)
+    count_forwards(job.model.network, counts)
+    loop.begin()
+    return Side(lambda: loop.advance() and None, counts)
+
+
+def their_side(folder: Path, name: str, held: contextlib.ExitStack) -> Side:
+    """Transformers' Trainer, in a thread that waits between its steps: its loop cannot be entered step by step."""
+    import torch
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from wfm_ds.distributed.world import World
+    from wfm_ds.language import model as language_model
+    from wfm_ds.language.data import load_conversations
+    from wfm_ds.training.language_build import reader_of, row_order
+
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE"):  # else it would train as a rank of several
+        os.environ.pop(variable, None)
+    recipe = recipe_of(folder, "one by one")
+    model = language_model.load(recipe.model.path, torch.float32)
+    reader = reader_of(recipe, model)
+    data = load_conversations(recipe, reader, World.alone())
+    order, conversations = row_order(recipe, data), data.training.conversations  # that of ours in its first epoch
+    counts: Counter[str] = Counter()
+    count_forwards(model.network, counts)
+
+    class Read:
+        """Reads each conversation when it is asked for it, as ours does."""
+
+        def __len__(self) -> int:
+            return len(conversations)
+
+        def __getitem__(self, place: int) -> Any:
+            (number,) = order.row(place)
+            return reader.read(conversations[number])
+
+    class Turns(TrainerCallback):  # type: ignore[misc]
+        """Lets the trainer do one step when asked."""
+
+        def __init__(self) -> None:
+            self.asked, self.done, self.ended = threading.Semaphore(0), threading.Semaphore(0), False
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.asked.acquire()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.done.release()
+            self.asked.acquire()
+            control.should_training_stop = self.ended
+
+    turns, options = Turns(), recipe.optimizer
+    micro, accumulation = THEIRS[name]
+
+    class InOrder(Trainer):  # type: ignore[misc]
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return range(len(conversations))
+
+    trainer = InOrder(
+        model.network,
+        TrainingArguments(
+            output_dir=str(folder / f"trainer {name}"),
+            use_cpu=True,
+            per_device_train_batch_size=micro,
+            gradient_accumulation_steps=accumulation,
+            max_steps=ENDLESS,
+            learning_rate=options.lr,
+            lr_scheduler_type="constant",
+            adam_beta1=options.betas[0],
+            adam_beta2=options.betas[1],
+            weight_decay=options.weight_decay,
+            max_grad_norm=recipe.engine.max_grad_norm,
+            optim="adamw_torch",
+            save_strategy="no",
+            logging_steps=1,
+            report_to=[],
+            disable_tqdm=True,
+            remove_unused_columns=False,
+        ),
+        data_collator=lambda samples: padded(samples, model.pad_ids),
+        train_dataset=Read(),
+        callbacks=[turns],
+    )
+    trainer.remove_callback(next(c for c in trainer.callback_handler.callbacks if "Print" in type(c).__name__))
+    pool = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="trainer"))
+    running: Future[Any] = pool.submit(trainer.train)
+
+    def end() -> None:
+        turns.ended = True
+        turns.asked.release()
+
+    held.callback(end)
+    running.add_done_callback(lambda _: turns.done.release())
+
+    def step() -> None:
+        turns.asked.release()
+        turns.done.acquire()
+        if running.done():
+            running.result()
+
+    return Side(step, counts)
+
+
+def padded(samples: Sequence[Any], pad_ids: dict[Any, int]) -> dict[str, Any]:
+    """A batch as a processor makes it: all as long as the longest of them, with a mask; positions are the model's."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    from wfm_ds.language.rows import stacked
+
+    def rows(values: Sequence[Any], fill: int) -> Any:
+        return pad_sequence([torch.as_tensor(value) for value in values], batch_first=True, padding_value=fill)
+
+    return {
+        "input_ids": rows([sample.tokens.ids for sample in samples], 0),
+        "attention_mask": rows([torch.ones(len(sample.tokens), dtype=torch.long) for sample in samples], 0),
+        "labels": rows([sample.tokens.labels for sample in samples], -100),
+        "mm_token_type_ids": rows([sample.types(pad_ids)[0] for sample in samples], 0),
+        **stacked(samples),
+    }
