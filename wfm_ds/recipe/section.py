@@ -95,7 +95,8 @@ class Section(BaseModel):
 
     def changed(self, *keys: str) -> list[str]:
         """List those of these keys that have another value than their default: a resolved recipe names all keys."""
-        return [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]
+        fields = type(self).model_fields
+        return [key for key in keys if getattr(self, key) != fields[key].get_default(call_default_factory=True)]
 
     def require_default(self, *keys: str, unless: str) -> None:
         """ValueError if one of these keys is set, which nothing reads unless what `unless` says holds."""
