@@ -47,6 +47,7 @@ TWINS = {
     "cp_sft_lora": "cosmos25_sft_lora",
     "cp_nft": "cosmos25_nft",
     "cp_nft_480p": "cosmos25_nft",
+    "cp_i2v_nft": "cosmos25_i2v_nft",
     "cp_flow_grpo": "cosmos25_flow_grpo",
     "cp_ddrl_2b": "cosmos25_ddrl",
     "cp_ddrl_14b": "cosmos25_ddrl",
