@@ -59,7 +59,7 @@ class VideoRecipe(Section):
 
 
 class DataRecipe(Section):
-    """Training data: media with captions (SFT, RL on media), pairs of them (DPO), prompts (RL), or conversations (vlm_sft)."""
+    """Training data: media with captions (SFT, RL), pairs of them (DPO), prompts (RL), or conversations (vlm_sft)."""
 
     kind: Literal["folder", "hf", "paired", "cosmos", "webdataset", "sets", "pairs", "prompts", "llava"] | UserClass
     """SFT: `folder`, whichever of the layouts of docs/data.md a folder has; `paired`, NAME.txt, or NAME.json with
@@ -67,7 +67,8 @@ class DataRecipe(Section):
     `hf`, a data set of the library datasets, by its id on the Hugging Face hub or on disk; `sets`, several of these
     with weights; `package.module:Class`, captioned media that a class of your own finds (docs/data.md). DPO: `pairs`, a
     .jsonl file with `prompt`, `chosen` and `rejected`, or tar shards. RL: `prompts`, a prompt set; ddrl, and others
-    whose samples are given frames, any but pairs or llava. vlm_sft: `llava`, conversations about images and videos (docs/reasoner.md)."""
+    whose samples are given frames, any but pairs or llava. vlm_sft: `llava`, conversations about images and videos
+    (docs/reasoner.md)."""
     path: UserAddress | Annotated[list[UserAddress], Field(min_length=1)]
     """The folder; sets: the one that relative paths of its sets are below. hf: owner/name, or a folder. webdataset: a
     tar file, a glob or a range ({000..123}) of them, or a list of these; local or s3://. pairs: the same, or a .jsonl
