@@ -80,15 +80,21 @@ def assert_loads(folder, base, family):
         assert all(torch.equal(there[name], tensor) for name, tensor in tensors.items())
 
 
-def assert_draws(folder, base, family, *, frames, sample, steps):
+def assert_draws(folder, base, family, *, frames, sample, steps, clip=None):
     """Plain diffusers draws from the export what the trainer drew, within one level of 255, and from the base another
-    picture. frames: the trainer's, uint8 [H,W,3] or [T,H,W,3]; sample: their line in samples.jsonl."""
+    picture. frames: the trainer's, uint8 [H,W,3] or [T,H,W,3]; sample: their line in samples.jsonl; clip: uint8
+    [T,H,W,3] whose first latent frame both are given."""
     model = registry.load(base, dtype=torch.float32, device="cpu", **CASES[family].load_options)
     size = CASES[family].size
     grid = model.sigmas(steps, model.latent_shape(*size))
 
     def far(pipe):
         call = {"prompt": [sample["prompt"]], "generator": torch.Generator("cpu").manual_seed(sample["seed"])}
+        if clip is not None:
+            pixels = torch.from_numpy(clip).permute(3, 0, 1, 2)[None].float() / 255
+            told, more = CASES[family].given(base, pixels, 1)
+            told.register_modules(transformer=pipe.transformer)
+            pipe, call = told, call | more
         drawn = draw(pipe, CASES[family], grid, output_type="pt", **model.pipeline_call(1.0, *size), **call)[0]
         shown = (255 * drawn.movedim(-4 if drawn.ndim == 4 else -3, -1)).round().to(torch.int16)
         assert shown.shape == frames.shape

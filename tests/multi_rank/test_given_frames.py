@@ -117,6 +117,7 @@ def test_draws_begin_with_the_images_and_a_stopped_run_goes_on(one_rank, tiny_pi
 def test_sft_draws_begin_with_the_frames_of_what_is_held_out(one_rank, tiny_pipelines, clips, tmp_path):
     """The numbers of frames come in turn: of three samples one is given two latent frames, one one, and one none."""
     overrides = ["algorithm.max_num_conditional_frames=2", f"validation.path={clips}", "sampling.num_frames=9"]
+    overrides.append("data.buckets=[[48, 48], [32, 32]]")  # samples are drawn at the size of `sampling`
     size = ["sampling.height=32", "sampling.width=32", "logging.num_samples=3", "run.steps=1"]
     recipe = tiny_recipe(
         "cosmos25_sft", tmp_path / "out", tiny_pipelines("cosmos25"), *COMMON, *overrides, *size, data=clips

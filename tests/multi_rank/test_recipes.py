@@ -10,6 +10,9 @@ from clips import write_clip
 from families import CASES
 from multi_rank.exports import assert_all_steps_taken, assert_draws, assert_loads, assert_trained
 from multi_rank.resuming import train_on_rank
+from wfm_ds.data.media import load_media
+from wfm_ds.data.pixels import Framing, centre
+from wfm_ds.data.samples import LocalFile
 from wfm_ds.models.tiny import FAMILIES
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.derived import derive
@@ -47,6 +50,7 @@ TWINS = {
     "cp_sft_lora": "cosmos25_sft_lora",
     "cp_nft": "cosmos25_nft",
     "cp_nft_480p": "cosmos25_nft",
+    "cp_i2v_nft": "cosmos25_i2v_nft",
     "cp_flow_grpo": "cosmos25_flow_grpo",
     "cp_ddrl_2b": "cosmos25_ddrl",
     "cp_ddrl_14b": "cosmos25_ddrl",
@@ -170,7 +174,9 @@ def test_a_tiny_recipe_trains_and_plain_diffusers_loads_what_it_exports(path, ru
     ("algorithm", "kind", "family"),
     [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in MATRIX],
 )
-def test_each_algorithm_trains_each_family_and_sft_exports_draw_its_pictures(algorithm, kind, family, run, tmp_path):
+def test_each_algorithm_trains_each_family_and_sft_exports_draw_its_pictures(
+    algorithm, kind, family, run, media, tmp_path
+):
     case = CASES[family]
     height, width, num_frames = case.size
     overrides = [
@@ -200,8 +206,12 @@ def test_each_algorithm_trains_each_family_and_sft_exports_draw_its_pictures(alg
     assert_trained(*result, more_than=1e-4)
     if algorithm == "sft":
         (sample,) = (tmp_path / "out" / "samples" / "step_2" / "samples.jsonl").read_text().splitlines()
+        sample, clip = json.loads(sample), None
+        if case.given is not None:
+            framing = Framing(height=height, width=width, num_frames=num_frames, max_upscale=8)
+            clip = load_media(LocalFile(media[data] / f"{sample['prompt_id']}.mp4"), framing, centre)
         frames = np.load(tmp_path / "pictures.npy")
-        assert_draws(*result, frames=frames, sample=json.loads(sample), steps=EVAL_STEPS)
+        assert_draws(*result, frames=frames, sample=sample, steps=EVAL_STEPS, clip=clip)
 
 
 @pytest.mark.parametrize("name", sorted(TWINS.keys() | {path.stem for path in RECIPES.glob("*.yaml")}))

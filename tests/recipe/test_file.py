@@ -154,7 +154,12 @@ def test_all_errors_are_reported_sorted_by_line(errors):
         ("weight: 2", "weight: .nan", 12, "nan is not a number to work with"),
         ("name: ocr", "name: sharp", 9, "reward: each reward may be named once"),
         ("rollout: {group_size: 4}\n", "", 6, "algorithm diffusion_nft needs the section rollout"),
-        ("kind: prompts", "kind: paired", 4, "reads the media of data.kind paired where samples are given frames"),
+        (
+            "kind: prompts",
+            "kind: paired",
+            4,
+            "algorithm diffusion_nft reads the media of data.kind paired where samples",
+        ),
     ],
 )
 def test_errors_name_line_key_and_expectation(errors, old, new, line, message):

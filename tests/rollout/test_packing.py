@@ -11,6 +11,7 @@ from wfm_ds.rollout.groups import Group
 from wfm_ds.rollout.members import rolled_out, step_members
 from wfm_ds.rollout.packing import ChunkWork, nothing, pack_trajectory, require_stored, unpack_trajectory
 from wfm_ds.sampling.denoise import Trajectory
+from wfm_ds.sampling.edm import Churn, edm_plan
 from wfm_ds.sampling.plan import deterministic_plan, stochastic_plan
 from wfm_ds.types import Prompt
 
@@ -110,6 +111,45 @@ def test_work_arrives_as_it_was_sent():
     assert list(found.samples) == list(work.samples)
     with pytest.raises(KeyError):
         ChunkWork.of_json({"step": 1})
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_the_frames_that_samples_are_given_travel_beside_their_work_and_nothing_else_of_the_medium(count):
+    data = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+    group = Group(prompt=Prompt(id="p", text="p"), data=data, num_conditional_frames=count)
+    work = ChunkWork(4, step_members([group], group_size=2, step=4, run_seed=1))
+    array = work.frames()
+    assert array.shape == (2, count, 4, 5)
+    arrived = sent([("frames", array)])["frames"].numpy()
+    row = json.loads(json.dumps(work.to_json()))
+    found = ChunkWork.of_json(row, arrived).samples[0].group
+    assert found.num_conditional_frames == count
+    assert torch.equal(found.data[:, :count], data[:, :count])
+    assert found.data.shape == data.shape
+    assert not found.data[:, count:].any()
+    for wrong in (data.numpy(), data[0].numpy(), array.astype(np.float16)):
+        with pytest.raises(ValueError, match="its given frames are"):
+            ChunkWork.of_json(row, wrong)
+
+
+CHURN = Churn(relative=0.1, low=0.05, high=100.0, noise=1.0)
+
+
+def test_states_arrive_where_a_plan_keeps_them():
+    plan = edm_plan("edm_2ab", 5, CHURN, stored=(1, 3))
+    made = a_trajectory(plan)
+    layout, arrays = pack_trajectory(made)
+    found = unpack_trajectory(json.loads(json.dumps(layout)), sent(arrays))
+    require_stored(found, 3, plan, SHAPE)
+    assert list(found.states) == [1, 3]
+    assert all(torch.equal(found.states[k], made.states[k]) for k in (1, 3))
+    with pytest.raises(ValueError, match=r"it has the steps \[1, 3\], not \[1, 2\]"):
+        require_stored(found, 3, edm_plan("edm_2ab", 5, CHURN, stored=(1, 2)), SHAPE)
+    with pytest.raises(ValueError, match=r"it has the steps \[\], not \[1, 2\]"):
+        require_stored(found, 3, windowed((1, 2)), SHAPE)
+    empty = nothing(members()[0], plan, SHAPE, CPU)
+    assert {k: state.shape for k, state in empty.states.items()} == {1: SHAPE, 3: SHAPE}
+    assert not empty.transitions
 
 
 def test_nothing_has_the_shape_of_a_sample():

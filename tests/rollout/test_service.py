@@ -97,11 +97,25 @@ def test_a_service_that_cannot_be_announced_leaves_no_hub(started, tmp_path):
         started(QUIET)
 
 
-def test_ddrl_has_no_workers():
-    plain = recipe_file.load(TINY / "sd3_ddrl.yaml").model_dump(mode="json")
-    plain["rollout"]["mode"] = "async"
-    with pytest.raises(ValueError, match="not for algorithm ddrl"):
-        Recipe.model_validate(plain)
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            [],
+            "compares its samples with the policy as it is, and that moves: set rollout.max_staleness: 0",
+        ),
+        (["rollout.max_staleness=0", "data.buckets=auto"], "async generates samples of one size: remove data.buckets"),
+        (["rollout.policy=reference", "algorithm.kl_beta=.1", "algorithm.update_ref_every=2"], "and that moves"),
+        (["rollout.policy=reference", "algorithm.kl_beta=.1"], None),
+    ],
+)
+def test_workers_of_ddrl_sample_from_what_it_compares_with(overrides, message):
+    words = ["rollout.mode=async", *overrides]
+    if message is None:
+        assert recipe_file.load(TINY / "sd3_ddrl.yaml", words).is_async
+        return
+    with pytest.raises(RecipeError, match=message):
+        recipe_file.load(TINY / "sd3_ddrl.yaml", words)
 
 
 def test_a_tcp_address_takes_the_next_port_too(tmp_path):

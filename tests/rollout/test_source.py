@@ -21,14 +21,10 @@ RECIPE = Path(__file__).parent.parent.parent / "recipes" / "tiny" / "sd3_nft_asy
 DEADLINE_S = 30.0
 
 
-class Prompts:
+def groups(step, count):
     """One that no message holds among others."""
-
-    def __init__(self, count):
-        self.texts = ["x" * 2**17, *(f"color {i}" for i in range(1, count))]
-
-    def groups(self, step):
-        return [Group(prompt=Prompt(id=f"{step}/{i}", text=text)) for i, text in enumerate(self.texts)]
+    texts = ["x" * 2**17, *(f"color {i}" for i in range(1, count))]
+    return [Group(prompt=Prompt(id=f"{step}/{i}", text=text)) for i, text in enumerate(texts)]
 
 
 @pytest.fixture
@@ -47,9 +43,11 @@ def test_a_prompt_too_long_for_a_message_is_given_up_by_name_and_the_others_are_
     client = PipeClient(hub.client_endpoint, run="run", client="rank0")
     try:
         client.attach(DEADLINE_S)
-        lead = _Lead(SimpleNamespace(recipe=recipe), "life", Prompts(count), client, SimpleNamespace(hub=hub))
-        lead.published(0)
-        steps = range(1, lead.coordinator.next_step)
+        lead = _Lead(SimpleNamespace(recipe=recipe), "life", client, SimpleNamespace(hub=hub))
+        steps = lead.admitted(0)
+        assert steps == list(range(1, lead.coordinator.next_step))
+        for step in steps:
+            lead.submit(step, groups(step, count))
         for step in steps:
             assert lead.coordinator.waiting(step) == lead.coordinator.waiting(1) > 0
             waiting, closed = (getattr(lead.coordinator._steps[step], name) for name in ("waiting", "closed"))

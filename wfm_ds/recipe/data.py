@@ -59,15 +59,16 @@ class VideoRecipe(Section):
 
 
 class DataRecipe(Section):
-    """Training data: media with captions (SFT, ddrl), pairs of them (DPO), prompts (RL), or conversations (vlm_sft)."""
+    """Training data: media with captions (SFT, RL), pairs of them (DPO), prompts (RL), or conversations (vlm_sft)."""
 
     kind: Literal["folder", "hf", "paired", "cosmos", "webdataset", "sets", "pairs", "prompts", "llava"] | UserClass
     """SFT: `folder`, whichever of the layouts of docs/data.md a folder has; `paired`, NAME.txt, or NAME.json with
     `prompt`, beside NAME.png or NAME.mp4; `cosmos`, metas/NAME.txt and videos/NAME.mp4; `webdataset`, tar shards;
     `hf`, a data set of the library datasets, by its id on the Hugging Face hub or on disk; `sets`, several of these
     with weights; `package.module:Class`, captioned media that a class of your own finds (docs/data.md). DPO: `pairs`, a
-    .jsonl file with `prompt`, `chosen` and `rejected`, or tar shards. RL: `prompts`, a prompt set; ddrl any but pairs
-    or llava. vlm_sft: `llava`, conversations about images and videos (docs/reasoner.md)."""
+    .jsonl file with `prompt`, `chosen` and `rejected`, or tar shards. RL: `prompts`, a prompt set; ddrl, and others
+    whose samples are given frames, any but pairs or llava. vlm_sft: `llava`, conversations about images and videos
+    (docs/reasoner.md)."""
     path: UserAddress | Annotated[list[UserAddress], Field(min_length=1)]
     """The folder; sets: the one that relative paths of its sets are below. hf: owner/name, or a folder. webdataset: a
     tar file, a glob or a range ({000..123}) of them, or a list of these; local or s3://. pairs: the same, or a .jsonl
@@ -112,7 +113,7 @@ class DataRecipe(Section):
     """Which part of media with another aspect ratio is kept: the middle, or another one each epoch."""
     buckets: Literal["auto"] | Annotated[list[tuple[PositiveInt, PositiveInt]], Field(min_length=1)] | None = None
     """Train media at several sizes, [height, width] each: a medium is cut to the one nearest to its own shape, and a
-    micro-batch (ddrl: an RL step) has one of them. `auto`: sampling.height x width and about as many pixels in the
+    micro-batch (RL: an RL step) has one of them. `auto`: sampling.height x width and about as many pixels in the
     usual shapes from 2:1 to 1:2. Unset: all are cut to sampling.height x width."""
     max_upscale: Annotated[float, Field(ge=1)] = 2.0
     """Media that must be enlarged more than this to cover their size are skipped and counted as too_small."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from wfm_ds.data.buckets import Buckets
 from wfm_ds.data.datasets import TrainingData, buckets_of, readable
 from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import Framing, centre
@@ -23,10 +24,10 @@ class FirstFrames:
     Where a run gives its samples different numbers of them, the draws take these numbers in turn, the largest first.
     """
 
-    def __init__(self, job: Job, samples: Sequence[Sample]) -> None:
-        """`samples`: those whose prompts are drawn; they were read once."""
+    def __init__(self, job: Job, samples: Sequence[Sample], framing: Framing) -> None:
+        """`samples`: those whose prompts are drawn; they were read once, with this framing."""
         low, high = job.recipe.algorithm.num_conditional_frames
-        self.job, self.framing = job, buckets_of(job.recipe, job.model).framings[0]
+        self.job, self.framing = job, framing
         self.media = {sample.prompt.id: sample.media for sample in samples}
         self.counts = {sample.prompt.id: high - k % (high - low + 1) for k, sample in enumerate(samples)}
         self._latents: dict[str, Tensor] = {}  # on the host, of prompts that this rank has drawn
@@ -54,13 +55,14 @@ def first_frames(job: Job, data: TrainingData) -> tuple[Sequence[Prompt], FirstF
     wanted = {prompt.id for prompt in data.shown}
     samples = [sample for sample in data.held_out or data.samples if sample.prompt.id in wanted]
     samples = list({sample.prompt.id: sample for sample in samples}.values())  # a set of many draws repeats its own
+    # Samples are drawn at one size, whatever sizes the data is trained at.
+    size = Buckets(buckets_of(recipe, job.model).framings[0], [(recipe.sampling.height, recipe.sampling.width)])
 
     def choose() -> list[Sample]:
-        buckets = buckets_of(recipe, job.model)
-        return readable(samples, recipe, buckets, len(samples), whole=data.num_samples, what="samples to draw")
+        return readable(samples, recipe, size, len(samples), whole=data.num_samples, what="samples to draw")
 
     chosen = chosen_once(job.world, samples, choose)
-    return [sample.prompt for sample in chosen], FirstFrames(job, chosen)
+    return [sample.prompt for sample in chosen], FirstFrames(job, chosen, size.framings[0])
 
 
 def medium_latents(job: Job, media: Media, framing: Framing) -> Tensor:

@@ -1,0 +1,44 @@
+"""What is read of media that samples begin with; whole runs are in tests/multi_rank/test_given_frames.py."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from wfm_ds.data.datasets import buckets_of
+from wfm_ds.models import registry
+from wfm_ds.models.conditional_frames import padded
+from wfm_ds.recipe import file as recipe_file
+
+TINY = Path(__file__).parent.parent.parent / "recipes" / "tiny"
+EDM = ["sampling.num_frames=13", "sampling.height=32", "sampling.width=32"]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_pipelines):
+    return registry.load(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "frames"),
+    [
+        ("cosmos25_i2v_nft", [], 1),
+        ("cosmos25_i2v_nft", ["algorithm.max_num_conditional_frames=2"], 5),
+        ("cosmos25_ddrl", ["algorithm.max_num_conditional_frames=2", "algorithm.data_beta=0"], 5),
+        ("cosmos25_ddrl", ["algorithm.max_num_conditional_frames=2"], 13),  # it trains on the whole clip
+        ("cosmos25_sft", ["algorithm.max_num_conditional_frames=1"], 13),
+        ("cosmos25_ddrl", ["algorithm.data_beta=0"], 13),
+    ],
+)
+def test_rollouts_need_no_more_of_a_medium_than_they_are_given(model, name, overrides, frames):
+    recipe = recipe_file.load(TINY / f"{name}.yaml", [*EDM, *overrides])
+    assert {framing.num_frames for framing in buckets_of(recipe, model).framings} == {frames}
+
+
+def test_frames_that_are_not_given_are_zeros():
+    latents = torch.randn(3, 2, 4, 5)
+    whole = padded(latents, 6)
+    assert whole.shape == (3, 6, 4, 5)
+    assert torch.equal(whole[:, :2], latents)
+    assert not whole[:, 2:].any()
+    assert torch.equal(padded(latents, 2), latents)
