@@ -88,6 +88,9 @@ setup(
         "datasets": ["datasets>=4"],  # data.kind: hf, and tables in parquet
         "fp8": ["torchao>=0.18"],  # model.fp8_training
         "low-bit": ["bitsandbytes>=0.50"],  # model.base_precision: nf4, optimizer.name: adamw8bit
+        "wandb": ["wandb>=0.31"],  # logging.trackers
+        "mlflow": ["mlflow>=3.17"],
+        "trackio": ["trackio>=0.43"],
         "bench": ["matplotlib"],
         "dev": [
             "matplotlib",
