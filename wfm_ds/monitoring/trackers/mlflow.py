@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,8 @@ class MLflow:
     def start(self, run: RunFacts) -> None:
         from mlflow import MlflowClient
 
+        for library in ("mlflow", "alembic"):
+            logging.getLogger(library).setLevel(logging.WARNING)  # they tell how tables are made
         place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.folder.absolute() / 'mlflow.db'}"
         options = {"tracking_uri": place, **run.options}
         self._client: Any = MlflowClient(options["tracking_uri"])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
-import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ class Trackio:
 
     def start(self, run: RunFacts) -> None:
         os.environ.setdefault(PLACE, str((run.folder / "trackio").absolute()))
-        with contextlib.redirect_stdout(sys.stderr):  # it prints addresses of its dashboard
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints how to open its dashboard
             import trackio
 
             name = run.remembered("trackio_run", lambda: f"{run.name}-{uuid.uuid4().hex[:6]}")
@@ -48,5 +48,5 @@ class Trackio:
         self._run.log({tag: grid}, step=step)
 
     def finish(self, status: str, summary: Mapping[str, float]) -> None:
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(io.StringIO()):
             self._run.finish()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import netrc
 import os
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from wfm_ds.monitoring.pictures import reduced
 from wfm_ds.monitoring.samples import ShownSample, sample_animation
@@ -15,6 +17,7 @@ from wfm_ds.monitoring.videos import gif_bytes
 
 log = logging.getLogger(__name__)
 
+SERVICE = "https://api.wandb.ai"
 STEP = "step"  # our own beside theirs, which must not go back: a continued run repeats some
 
 
@@ -26,7 +29,7 @@ class WeightsAndBiases:
     def start(self, run: RunFacts) -> None:
         import wandb
 
-        mode = None if os.environ.get("WANDB_MODE") or wandb.api.api_key else "offline"
+        mode = None if os.environ.get("WANDB_MODE") or has_key() else "offline"
         settings = {"project": run.project, "name": run.name, "mode": mode, **run.options}
         self._wandb, self._folder = wandb, run.folder
         self._run: Any = wandb.init(
@@ -57,6 +60,17 @@ class WeightsAndBiases:
     def finish(self, status: str, summary: Mapping[str, float]) -> None:
         self._run.summary.update({**summary, "status": status})
         self._run.finish(exit_code=1 if status == "failed" else 0)
+
+
+def has_key() -> bool:
+    """Return whether there is a key to send runs with, where wandb looks for it: WANDB_API_KEY, ~/.netrc."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", SERVICE)).hostname or ""
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 def caption(sample: ShownSample) -> str:
