@@ -14,6 +14,7 @@ import pytest
 from wfm_ds.monitoring import tracking
 from wfm_ds.monitoring.monitor import Monitor
 from wfm_ds.monitoring.samples import ShownSample
+from wfm_ds.monitoring.trackers import mlflow, tensorboard, trackio, wandb
 from wfm_ds.monitoring.trackers.choice import TRACKERS, require_trackers, tracker_of
 from wfm_ds.monitoring.trackers.tensorboard import LAYOUT, TensorBoard
 from wfm_ds.monitoring.tracking import RunFacts, Subscriber, TrackerError
@@ -139,6 +140,8 @@ def test_options_without_their_tracker_are_refused():
 
 
 def test_every_name_is_a_tracker():
+    classes = {tensorboard.TensorBoard, wandb.WeightsAndBiases, mlflow.MLflow, trackio.Trackio}
+    assert {type(tracker_of(name)) for name in TRACKERS} == classes
     for name in TRACKERS:
         made = tracker_of(name)
         assert made.name == name

@@ -346,7 +346,7 @@ class ValidationRecipe(Section):
     rollout_correlation: bool = False
     """RL: sample the same prompts and seeds with the rollout's steps and solver too, and report the rank correlation of
     the rewards of both: whether rollouts of so few steps tell good samples from bad ones."""
-    judges: list[Annotated[Judge, BeforeValidator(_named)]] = Field(default_factory=list)
+    judges: list[Annotated[Judge, BeforeValidator(_named)]] = Field(default=[])
     """Held-out rewards (or their names) that score all samples of an evaluation and are never trained on. In RL they
     raise an alarm when the trained reward rises and they fall (docs/rewards.md); SFT and DPO log them. Asked at
     `reward.endpoint` if that is set, else computed by the service that the trainer starts."""
