@@ -89,6 +89,9 @@ setup(
         "fp8": ["torchao>=0.18"],  # model.fp8_training: torchao
         "transformer-engine": ["transformer-engine[pytorch]>=2.9"],  # model.fp8_training: transformer_engine
         "low-bit": ["bitsandbytes>=0.50"],  # model.base_precision: nf4, optimizer.name: adamw8bit
+        "wandb": ["wandb>=0.31"],  # logging.trackers
+        "mlflow": ["mlflow>=3.17"],
+        "trackio": ["trackio>=0.43"],
         "bench": ["matplotlib"],
         "dev": [
             "matplotlib",

@@ -60,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> None:
+    from wfm_ds.distributed.logs import quieten_libraries
+
+    quieten_libraries()
     import torch
 
     from wfm_ds.checkpoint.remote import on_this_machine

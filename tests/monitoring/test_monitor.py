@@ -11,10 +11,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from wfm_ds.monitoring.monitor import Monitor, cut_metrics
 from wfm_ds.monitoring.samples import ShownSample, sample_animation, sample_grid, sample_table
+from wfm_ds.monitoring.trackers.tensorboard import TensorBoard
+from wfm_ds.monitoring.tracking import RunFacts, Subscriber
 
 
 def monitor(folder, **changes):
-    arguments = {"is_main": True, "tensorboard": False, "console": False, "total_steps": 100}
+    arguments = {"is_main": True, "console": False, "total_steps": 100}
+    tensorboard, resumed_at = changes.pop("tensorboard", False), changes.pop("resumed_at", None)
+    if tensorboard and changes.get("is_main", True):
+        facts = RunFacts(output_dir=folder, name="run", project="tests", resumed_at=resumed_at)
+        changes["trackers"] = [Subscriber(TensorBoard(), facts)]
     return Monitor(folder, **(arguments | changes))
 
 

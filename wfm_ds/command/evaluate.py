@@ -92,12 +92,13 @@ def names(text: str) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
+    from wfm_ds.distributed.logs import quieten_libraries
+
+    quieten_libraries()  # before they are imported: they say most of it then
     from wfm_ds.command.evaluated import entries_of
     from wfm_ds.data.prompts import load_prompt_file
-    from wfm_ds.distributed.logs import quieten_libraries
     from wfm_ds.generate import require_empty
 
-    quieten_libraries()
     prompts = load_prompt_file(args.prompts)
     require_empty(args.out)
     with contextlib.ExitStack() as held:

@@ -88,14 +88,15 @@ def data_text(recipe: Recipe) -> str:
 
 
 def reward_text(recipe: Recipe) -> str:
-    reward = recipe.rl.reward
-    if reward.endpoint is not None:
+    reward = recipe.reward
+    if reward is not None and reward.endpoint is not None:
         reward = reward.model_copy(update={"start_timeout_s": min(SERVICE_TIMEOUT_S, reward.start_timeout_s)})
         recipe = recipe.model_copy(update={"reward": reward})
     data = load_data(recipe)
     preflight.check_rewards(recipe, list({p.id: p for p in [*data.prompts, *data.shown]}.values()))
     preflight.check_spawned_rewards(recipe)
-    return f"{', '.join(function.name for function in reward.functions)}: ready"
+    asked = recipe.scoring.functions if recipe.scoring is not None else []
+    return f"{', '.join(function.name for function in asked)}: ready"
 
 
 def storage_text(recipe: Recipe) -> str:

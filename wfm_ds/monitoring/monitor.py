@@ -1,4 +1,4 @@
-"""Output for people: metrics.jsonl, TensorBoard, a progress line, samples. Which metrics exist is not its business."""
+"""Output for people: metrics.jsonl, a progress line, trackers. Which metrics exist is not its business."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from wfm_ds.errors import UserError
 from wfm_ds.monitoring.progress import ConsoleProgress, LineProgress, Pace, open_console
-from wfm_ds.monitoring.samples import ShownSample, by_prompt, sample_animation, sample_grid, sample_table
-from wfm_ds.monitoring.videos import gif_bytes
+from wfm_ds.monitoring.samples import ShownSample, by_prompt
+from wfm_ds.monitoring.tracking import Subscriber
 from wfm_ds.storage import atomic
 from wfm_ds.storage.atomic import finite_or_none
 
 log = logging.getLogger(__name__)
-
-TENSORBOARD_FLUSH_S = 15
 
 
 class Monitor:
@@ -33,16 +31,13 @@ class Monitor:
         output_dir: Path,
         *,
         is_main: bool,
-        tensorboard: bool,
         console: bool,
         total_steps: int,
         unit: str = "images",
-        resumed_at: int | None = None,
+        trackers: Sequence[Subscriber] = (),
     ) -> None:
-        """Continue `output_dir/metrics.jsonl` and, if asked, write `output_dir/tensorboard/`.
+        """Continue `output_dir/metrics.jsonl` and tell these trackers, which are started, of everything.
 
-        `resumed_at`: the last step that counts of those written there before, in `scalars`' steps: TensorBoard drops
-        what an earlier run showed of later ones (metrics.jsonl is the caller's to cut).
         With `console` and a terminal there is a live progress line; otherwise progress is logged now and then.
         `unit` is what `progress` counts. Raises OSError if the folder cannot be written.
         """
@@ -52,7 +47,8 @@ class Monitor:
         self._folder = output_dir
         output_dir.mkdir(parents=True, exist_ok=True)
         self._metrics = (output_dir / "metrics.jsonl").open("a", encoding="utf-8")
-        self._writer = _open_tensorboard(output_dir / "tensorboard", resumed_at) if tensorboard else None
+        self._trackers = list(trackers)
+        self._end: tuple[str, Mapping[str, float]] = ("failed", {})
         self._pace = Pace(total_steps, unit)
         screen = open_console() if console else None
         self._progress = LineProgress(total_steps) if screen is None else ConsoleProgress(screen, total_steps)
@@ -60,7 +56,7 @@ class Monitor:
         self._last: list[str] = []
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """One line `{"step", "time", tags...}` in metrics.jsonl, at once on disk, and a point per tag in TensorBoard.
+        """One line `{"step", "time", tags...}` in metrics.jsonl, at once on disk, and a point per tag in each tracker.
 
         A value that is not finite becomes null in the file and no point, with one warning per tag. Raises ValueError
         if a tag is named like one of the line's own keys, UserError if the disk does not take it.
@@ -75,23 +71,24 @@ class Monitor:
         with self._writing():
             self._metrics.write(json.dumps({"step": step, "time": now, **finite}, allow_nan=False) + "\n")
             self._metrics.flush()
-            if self._writer is not None:
-                self._writer.file_writer.add_summary(scalars_summary(finite), step)
+        points = {tag: value for tag, value in finite.items() if value is not None}
+        for tracker in self._trackers:
+            tracker.scalars(step, points)
         for tag in (tag for tag, value in finite.items() if value is None):
             self._warn_not_finite(step, tag, values[tag])
 
     def samples(self, step: int, tag: str, samples: Sequence[ShownSample]) -> None:
-        """Show samples in TensorBoard: a grid, a row per prompt, and a table of prompts, seeds and rewards. Of videos
-        the grid has the first frames, and `<tag>/video` plays them. Raises UserError if the disk does not take them."""
-        if not self._open or self._writer is None or not samples:
+        """Show samples in each tracker, those of a prompt beside each other."""
+        if not self._open or not samples:
             return
         siblings = by_prompt(samples)
-        with self._writing():
-            self._writer.add_image(tag, sample_grid(siblings), step, dataformats="HWC")
-            self._writer.add_text(tag, sample_table(siblings), step)
-            if any(sample.moves for sample in siblings):
-                self._writer.file_writer.add_summary(animation_summary(f"{tag}/video", siblings), step)
-            self._writer.flush()
+        for tracker in self._trackers:
+            tracker.samples(step, tag, siblings)
+
+    def ended(self, status: str, metrics: Mapping[str, float]) -> None:
+        """Note how the run ended, for the trackers; one that is closed without this has failed."""
+        if self._open:
+            self._end = status, {tag: value for tag, value in metrics.items() if finite_or_none(value) is not None}
 
     def progress(self, step: int, *, samples: int, note: str = "") -> None:
         """`step` is done, with `samples` more than at the last call; the first call, at the start, sets the clock."""
@@ -127,10 +124,10 @@ class Monitor:
         self._progress.close()
         for text in self._last:
             log.info("%s", text)
-        for file in (self._metrics, self._writer):
-            with suppress(OSError):  # what a full disk did not take was said when it was written
-                if file is not None:
-                    file.close()
+        for tracker in self._trackers:
+            tracker.close(*self._end)
+        with suppress(OSError):  # what a full disk did not take was said when it was written
+            self._metrics.close()
 
     def __enter__(self) -> Self:
         return self
@@ -154,31 +151,6 @@ class Monitor:
         if tag not in self._warned:
             self._warned.add(tag)
             log.warning("step %d: %s is %s; it is written as null, and this is said once", step, tag, value)
-
-
-def _open_tensorboard(folder: Path, resumed_at: int | None) -> Any:
-    from torch.utils.tensorboard import SummaryWriter  # seconds to import, and only rank 0 needs it
-
-    purge_step = None if resumed_at is None else resumed_at + 1
-    return SummaryWriter(str(folder), flush_secs=TENSORBOARD_FLUSH_S, purge_step=purge_step)
-
-
-def scalars_summary(values: Mapping[str, float | None]) -> Any:
-    """All numbers of a step as one summary: one record to write instead of one for each tag."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    points = ((tag, value) for tag, value in values.items() if value is not None)
-    return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in points])
-
-
-def animation_summary(tag: str, samples: Sequence[ShownSample]) -> Any:
-    """The samples in motion as an image summary: a browser plays a GIF there, TensorBoard has no page for videos."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    video, fps = sample_animation(samples)
-    height, width = video.shape[1:3]
-    image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=gif_bytes(video, fps))
-    return Summary(value=[Summary.Value(tag=tag, image=image)])
 
 
 def cut_metrics(path: Path, num_bytes: int) -> None:

@@ -30,6 +30,12 @@ def enlarge(image: Picture, scale: int) -> Picture:
     return image.repeat(scale, axis=0).repeat(scale, axis=1)
 
 
+def reduced(image: Picture, side: int = 512) -> Picture:
+    """The image by a whole factor smaller, so that no side is longer than that."""
+    factor = -(-max(image.shape[:2]) // side)
+    return image if factor == 1 else np.asarray(Image.fromarray(image).reduce(factor))
+
+
 def grid(
     images: Sequence[Picture],
     columns: int,

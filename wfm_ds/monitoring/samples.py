@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
 from wfm_ds.monitoring import pictures, videos
 from wfm_ds.monitoring.pictures import Picture
@@ -100,13 +99,12 @@ def sample_animation(samples: Sequence[ShownSample]) -> tuple[Video, float]:
         raise ValueError("none of the samples says its frames per second")
     longest = max(len(sample.frames) for sample in samples)
     stride = -(-longest // MAX_ANIMATED_FRAMES)
-    shown = [[_reduced(s.frames[min(t, len(s.frames) - 1)]) for s in samples] for t in range(0, longest, stride)]
+    shown = [[smaller(s.frames[min(t, len(s.frames) - 1)]) for s in samples] for t in range(0, longest, stride)]
     return np.stack([_grid(samples, images) for images in shown]), fps / stride
 
 
-def _reduced(image: Picture) -> Picture:
-    factor = -(-max(image.shape[:2]) // MAX_ANIMATED_CELL)
-    return image if factor == 1 else np.asarray(Image.fromarray(image).reduce(factor))
+def smaller(image: Picture) -> Picture:
+    return pictures.reduced(image, MAX_ANIMATED_CELL)
 
 
 def _grid(samples: Sequence[ShownSample], images: Sequence[Picture]) -> Picture:

@@ -34,6 +34,7 @@ from wfm_ds.recipe.section import (
 )
 from wfm_ds.recipe.stated import AttentionName
 
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 BasePrecision = Literal["fp8", "fp8_twice", "int8", "nf4"]
 Fp8Training = Literal["torchao", "transformer_engine"]
 
@@ -367,7 +368,7 @@ class ValidationRecipe(Section):
     rollout_correlation: bool = False
     """RL: sample the same prompts and seeds with the rollout's steps and solver too, and report the rank correlation of
     the rewards of both: whether rollouts of so few steps tell good samples from bad ones."""
-    judges: list[Annotated[Judge, BeforeValidator(_named)]] = Field(default_factory=list)
+    judges: list[Annotated[Judge, BeforeValidator(_named)]] = Field(default=[])
     """Held-out rewards (or their names) that score all samples of an evaluation and are never trained on. In RL they
     raise an alarm when the trained reward rises and they fall (docs/rewards.md); SFT and DPO log them. Asked at
     `reward.endpoint` if that is set, else computed by the service that the trainer starts."""
@@ -413,8 +414,21 @@ class ExportRecipe(Section):
 class LoggingRecipe(Section):
     """Output that shows how the run goes."""
 
+    trackers: list[TrackerName] = Field(default=["tensorboard"])
+    """Libraries that show scalars and samples while the run goes on (docs/metrics.md): `tensorboard`, `wandb`,
+    `mlflow`, `trackio`. All but the first are extras. One that fails is dropped with a warning."""
     tensorboard: bool = True
-    """Write scalars and images for TensorBoard."""
+    """False: without TensorBoard, whatever `trackers` says."""
+    project: Annotated[str, Field(min_length=1, max_length=100)] = "wfm_ds"
+    """The project or experiment of the run in wandb, mlflow and trackio."""
+    run_name: Annotated[str, Field(min_length=1, max_length=100)] | None = None
+    """The run's name there. Unset: the last part of run.output_dir."""
+    wandb: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of wandb.init, such as entity, group, tags or mode."""
+    mlflow: dict[str, Any] = Field(default_factory=dict)
+    """`tracking_uri`. Unset: MLFLOW_TRACKING_URI, else a SQLite file in run.output_dir."""
+    trackio: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of trackio.init, such as space_id."""
     page: bool = True
     """Write index.html, the page of the run."""
     sample_every: NonNegativeInt = 0
@@ -426,3 +440,19 @@ class LoggingRecipe(Section):
     peak_tflops: PositiveFloat | None = None
     """TFLOP/s that a device can reach in model.dtype, for perf/mfu. Unset: known by the device's name; without either
     there is no perf/mfu."""
+
+    @property
+    def shown_by(self) -> list[TrackerName]:
+        """The trackers in use."""
+        return [name for name in self.trackers if name != "tensorboard" or self.tensorboard]
+
+    @model_validator(mode="after")
+    def _trackers_are_used(self) -> LoggingRecipe:
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ValueError(f"trackers: each may be named once, got {self.trackers}")
+        for name in ("wandb", "mlflow", "trackio"):
+            if getattr(self, name) and name not in self.trackers:
+                raise ValueError(f"{name} is for the tracker of that name: add it to trackers, or remove the key")
+        if unknown := sorted(self.mlflow.keys() - {"tracking_uri"}):
+            raise ValueError(f"mlflow takes tracking_uri, not {', '.join(unknown)}")
+        return self

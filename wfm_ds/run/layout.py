@@ -26,11 +26,13 @@ REWARD = "reward"  # the services' log, which a run that failed before its first
 FETCHED = "fetched"  # a checkpoint of another run's storage, until this run has taken it up
 POLICY = "policy"  # weights for the workers of an async run, while it runs
 ROLLOUT = "rollout"  # where these workers find the run, and the logs of those that it starts, which stay too
+TRACKERS = "trackers"  # files of trackers: wandb, mlflow, trackio
 EARLIER = "earlier"  # the metrics of attempts that ended before their first checkpoint, numbered from 1
 PAGE, PAGE_FOLDER = "index.html", "page"  # for people: a page without the files above is no run
 RUN_FOLDERS = (
     *(TENSORBOARD, "samples", "safetensors", CHECKPOINTS, "logs", REWARD, FETCHED, POLICY, ROLLOUT, EARLIER),
     PAGE_FOLDER,
+    TRACKERS,
 )
 NAMES = (*RUN_FILES, PAGE, *RUN_FOLDERS)
 RECORD = ".wfm_run.json"  # which of these names a run here may have written, and --overwrite may remove

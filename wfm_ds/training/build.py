@@ -23,6 +23,7 @@ from wfm_ds.engine.engine import DenoiserEngine
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.conditional_frames import padded
 from wfm_ds.monitoring.monitor import Monitor
+from wfm_ds.monitoring.trackers.choice import open_trackers
 from wfm_ds.recipe.derived import Derived, derive
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import RewardRecipe
@@ -109,14 +110,15 @@ def open_job(
     first = None if start.checkpoint else world.checked(lambda: initial_lora(recipe, model))
     engine = world.checked(lambda: build_engine(model, recipe, derived, world, policies, first))
     latents = world.checked(lambda: latent_cache(recipe, model))
+    resumed_at = start.step * derived.updates_per_step if start.checkpoint else None
+    trackers = world.checked(lambda: open_trackers(recipe, resumed_at), on="main")
     monitor = Monitor(
         recipe.run.output_dir,
         is_main=world.is_main,
-        tensorboard=recipe.logging.tensorboard,
         console=recipe.logging.console,
         total_steps=recipe.run.steps,
         unit="videos" if model.video and recipe.sampling.num_frames > 1 else "images",
-        resumed_at=start.step * derived.updates_per_step if start.checkpoint else None,
+        trackers=trackers or (),
     )
     resources.callback(monitor.close)
     if world.is_main:

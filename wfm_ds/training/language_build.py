@@ -32,6 +32,7 @@ from wfm_ds.language.render import Renderer
 from wfm_ds.language.rows import RowMaker, SampleReader
 from wfm_ds.language.source import RowSource
 from wfm_ds.monitoring.monitor import Monitor
+from wfm_ds.monitoring.trackers.choice import open_trackers, require_trackers
 from wfm_ds.recipe.deepspeed import deepspeed_config
 from wfm_ds.recipe.derived import derive
 from wfm_ds.recipe.schema import Recipe
@@ -97,7 +98,8 @@ def made_ready(recipe: Recipe, world: World, advised: Advised) -> Ready:
 
 
 def check_settings(recipe: Recipe, world_size: int) -> None:
-    """Raise RecipeError for an engine that cannot be."""
+    """Raise RecipeError for an engine that cannot be, TrackerError for a tracker that is not installed."""
+    require_trackers(recipe)
     deepspeed_config(
         recipe,
         accumulation=derive(recipe, world_size).accumulation,
@@ -125,14 +127,15 @@ def build_loop(
     target = LanguageTarget.of(model.network, model.path)
     work = row_work(recipe, model)
     engine = world.checked(lambda: build_engine(recipe, world, model))
+    resumed_at = start.step if start.checkpoint else None
+    trackers = world.checked(lambda: open_trackers(recipe, resumed_at), on="main")
     monitor = Monitor(
         recipe.run.output_dir,
         is_main=world.is_main,
-        tensorboard=recipe.logging.tensorboard,
         console=recipe.logging.console,
         total_steps=recipe.run.steps,
         unit="conversations",
-        resumed_at=start.step if start.checkpoint else None,
+        trackers=trackers or (),
     )
     resources.callback(monitor.close)
     by_sample = settings.loss_scale == "samples"

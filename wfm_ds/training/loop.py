@@ -55,7 +55,9 @@ class Loop(ABC):
         evaluation = self.validator.at_end(outcome.step) if outcome.status == "finished" else {}
         result = self.job.recipe.run.output_dir / "result.json"
         self.job.monitor.message(f"{outcome.status} at step {outcome.step}; result in {result}")
-        return replace(outcome, metrics={**outcome.metrics, **evaluation})
+        outcome = replace(outcome, metrics={**outcome.metrics, **evaluation})
+        self.job.monitor.ended(outcome.status, outcome.metrics)
+        return outcome
 
     def keep(self) -> None:
         """Complete the checkpoint that is under way, and export the weights."""

@@ -18,6 +18,7 @@ from wfm_ds.errors import RecipeError
 from wfm_ds.evaluation.paired import MIN_PROMPTS
 from wfm_ds.models.hub import name_of
 from wfm_ds.models.loading import chosen_device
+from wfm_ds.monitoring.trackers.choice import require_trackers
 from wfm_ds.pipes.sockets import check_endpoint
 from wfm_ds.recipe.deepspeed import deepspeed_config
 from wfm_ds.recipe.derived import derive, num_replicas
@@ -98,6 +99,7 @@ def preflight(recipe: Recipe, world_size: int) -> TrainingData:
         ranks_per_node=ranks_per_node(world_size),
     )
     require_packages(recipe)
+    require_trackers(recipe)
     family_of(recipe)
     data = load_data(recipe)
     for doubt in [*recipe.algorithm.doubts(), *choice_doubts(recipe, data), *judge_doubts(recipe, data)]:

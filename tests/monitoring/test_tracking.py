@@ -1,0 +1,227 @@
+"""Trackers: a run goes on whatever they do; and the real libraries, offline, where they are installed."""
+
+import logging
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+from wfm_ds.monitoring import tracking
+from wfm_ds.monitoring.monitor import Monitor
+from wfm_ds.monitoring.samples import ShownSample
+from wfm_ds.monitoring.trackers import mlflow, tensorboard, trackio, wandb
+from wfm_ds.monitoring.trackers.choice import TRACKERS, require_trackers, tracker_of
+from wfm_ds.monitoring.trackers.tensorboard import LAYOUT, TensorBoard
+from wfm_ds.monitoring.tracking import RunFacts, Subscriber, TrackerError
+from wfm_ds.recipe.schema import Recipe
+
+RECIPE = {
+    "run": {"output_dir": "out", "steps": 3},
+    "model": {"path": "tiny:sd3"},
+    "sampling": {"height": 32, "width": 32},
+    "data": {"kind": "paired", "path": "p"},
+    "algorithm": {"name": "sft"},
+}
+
+
+class Remembering:
+    """A tracker that keeps what it hears, raises at one step, and waits where it is told to."""
+
+    name = "remembering"
+
+    def __init__(self, *, refuses="", breaks_at=None, gate=None):
+        self.refuses, self.breaks_at, self.gate, self.heard = refuses, breaks_at, gate, []
+
+    def start(self, run):
+        if self.refuses:
+            raise RuntimeError(self.refuses)
+
+    def scalars(self, step, values):
+        if self.gate:
+            self.gate.wait(20)
+        if step == self.breaks_at:
+            raise OSError("no route")
+        self.heard.append((step, dict(values)))
+
+    def samples(self, step, tag, samples):
+        self.heard.append((step, tag, len(samples)))
+
+    def finish(self, status, summary):
+        self.heard.append((status, dict(summary)))
+
+
+def facts(folder, **changes):
+    return RunFacts(output_dir=folder, name="mine", project="tests", recipe={"run.steps": 3}, **changes)
+
+
+def monitor(folder, *trackers, **changes):
+    subscribers = [Subscriber(tracker, facts(folder, **changes)) for tracker in trackers]
+    return Monitor(folder, is_main=True, console=False, total_steps=9, trackers=subscribers)
+
+
+def sample(seed, frames=None):
+    shape = (16, 16, 3) if frames is None else (frames, 16, 16, 3)
+    media = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+    return ShownSample(
+        prompt="a cat", prompt_id="p", seed=seed, media=media, fps=None if frames is None else 4.0, rewards={"ocr": 0.5}
+    )
+
+
+def test_all_trackers_hear_everything_and_how_it_ended(tmp_path):
+    one, other = Remembering(), Remembering()
+    with monitor(tmp_path, one, other) as watch:
+        watch.scalars(1, {"loss": 1.0, "odd": float("nan")})
+        watch.samples(1, "samples", [sample(0), sample(1)])
+        watch.ended("finished", {"loss": 1.0, "odd": float("inf")})
+    assert one.heard == other.heard
+    assert one.heard == [(1, {"loss": 1.0}), (1, "samples", 2), ("finished", {"loss": 1.0})]
+    with monitor(tmp_path, one):
+        pass
+    assert one.heard[-1] == ("failed", {})  # nobody said that it ended otherwise
+
+
+def test_a_tracker_that_fails_is_dropped_with_one_warning(tmp_path, caplog):
+    broken, whole = Remembering(breaks_at=2), Remembering()
+    with caplog.at_level(logging.WARNING), monitor(tmp_path, broken, whole) as watch:
+        for step in range(1, 6):
+            watch.scalars(step, {"loss": 0.0})
+    assert [heard[0] for heard in broken.heard] == [1]
+    assert [heard[0] for heard in whole.heard] == [1, 2, 3, 4, 5, "failed"]
+    assert [r.getMessage() for r in caplog.records] == ["remembering is dropped (OSError: no route); the run goes on"]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5
+
+
+def test_a_tracker_that_is_behind_loses_samples_and_no_number(tmp_path, caplog):
+    slow = Remembering(gate=threading.Event())
+    with caplog.at_level(logging.WARNING), monitor(tmp_path, slow) as watch:
+        for step in range(20):
+            watch.scalars(step, {"loss": 0.0})
+            watch.samples(step, "samples", [sample(0)])
+        slow.gate.set()
+    shown = [heard for heard in slow.heard if heard[1] == "samples"]
+    assert len(shown) == tracking.MAX_SHOWN
+    assert len(slow.heard) == 20 + len(shown) + 1
+    assert len(caplog.records) == 1
+    assert "remembering is behind" in caplog.text
+
+
+def test_one_that_hangs_keeps_no_run(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(tracking, "FINISH_S", 0.1)
+    stuck = Remembering(gate=threading.Event())
+    with monitor(tmp_path, stuck) as watch:
+        watch.scalars(1, {"loss": 0.0})
+    stuck.gate.set()
+    assert "has not taken everything" in caplog.text
+
+
+def test_one_that_cannot_start_is_one_sentence(tmp_path):
+    with pytest.raises(TrackerError, match=r"logging.trackers: remembering cannot be started \(no key\): mend"):
+        monitor(tmp_path, Remembering(refuses="no\nkey"))
+
+
+def test_a_package_that_is_missing_is_one_sentence(monkeypatch):
+    monkeypatch.setattr("wfm_ds.monitoring.trackers.choice.find_spec", lambda name: None)
+    recipe = Recipe.model_validate({**RECIPE, "logging": {"trackers": ["wandb"]}})
+    with pytest.raises(TrackerError, match=r"names wandb, which is not installed: pip install 'wfm_ds\[wandb\]'"):
+        require_trackers(recipe)
+    require_trackers(Recipe.model_validate({**RECIPE, "logging": {"tensorboard": False}}))
+
+
+def test_options_without_their_tracker_are_refused():
+    with pytest.raises(ValueError, match="wandb is for the tracker of that name: add it to trackers"):
+        Recipe.model_validate({**RECIPE, "logging": {"wandb": {"entity": "me"}}})
+    with pytest.raises(ValueError, match="mlflow takes tracking_uri, not uri"):
+        Recipe.model_validate({**RECIPE, "logging": {"trackers": ["mlflow"], "mlflow": {"uri": "x"}}})
+
+
+def test_every_name_is_a_tracker():
+    classes = {tensorboard.TensorBoard, wandb.WeightsAndBiases, mlflow.MLflow, trackio.Trackio}
+    assert {type(tracker_of(name)) for name in TRACKERS} == classes
+    for name in TRACKERS:
+        made = tracker_of(name)
+        assert made.name == name
+        assert all(callable(getattr(made, method)) for method in ("start", "scalars", "samples", "finish"))
+
+
+def test_tensorboard_has_a_layout_and_no_chart_of_what_is_0_throughout(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+    with monitor(tmp_path, TensorBoard()) as watch:
+        for step in range(1, 5):
+            watch.scalars(step, {"loss": 1.0, "data/bad/decode": 0.0, "optim/skipped_steps": float(step == 3)})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {"loss", "optim/skipped_steps"}
+    points = [(point.step, point.value) for point in events.Scalars("optim/skipped_steps")]
+    assert points == [(2, 0.0), (3, 1.0), (4, 0.0)]
+    written = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    assert [page.title for page in Layout.FromString(written).category] == list(LAYOUT)
+
+
+# ---- the real libraries, without a network
+
+USE = """
+import sys
+from pathlib import Path
+sys.path[:0] = sys.argv[3:]
+from test_tracking import monitor, sample
+from wfm_ds.monitoring.trackers.choice import tracker_of
+folder, name = Path(sys.argv[1]), sys.argv[2]
+for resumed_at, steps in ((None, (1, 2, 3)), (2, (3, 4))):
+    with monitor(folder, tracker_of(name), resumed_at=resumed_at) as watch:
+        for step in steps:
+            watch.scalars(step, {"loss/total": step / 4, "val/reward/ocr/mean": 0.5})
+        watch.samples(steps[-1], "samples", [sample(0), sample(1)])
+        watch.ended("finished", {"loss/total": 1.0})
+"""
+
+
+def used(name, folder, tests):
+    """Everything that a process says in which a run of this tracker is continued after its second step."""
+    if find_spec(name) is None:
+        pytest.skip(f"{name} is not installed: pip install 'wfm_ds[{name}]'")
+    dropped = ("WANDB_MODE", "WANDB_API_KEY", "MLFLOW_TRACKING_URI", "TRACKIO_DIR")
+    quiet = {key: value for key, value in os.environ.items() if key not in dropped} | {"HOME": str(folder / "home")}
+    words = [sys.executable, "-c", USE, str(folder / "run"), name, tests]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=quiet)
+    assert done.returncode == 0, done.stderr
+    assert "is dropped" not in done.stderr, done.stderr
+    assert done.stdout == ""
+    return done.stderr
+
+
+@pytest.mark.slow
+def test_wandb_keeps_an_offline_run(tmp_path, root):
+    used("wandb", tmp_path, str(root / "tests" / "monitoring"))
+    found = sorted((tmp_path / "run" / "trackers" / "wandb").glob("offline-run-*"))
+    assert found
+    assert len({folder.name.rpartition("-")[2] for folder in found}) == 1  # one id: a continued run is the same one
+    pictures = [path for folder in found for path in folder.rglob("*.png")]
+    assert len(pictures) == 4
+
+
+@pytest.mark.slow
+def test_mlflow_keeps_a_database(tmp_path, root):
+    used("mlflow", tmp_path, str(root / "tests" / "monitoring"))
+    with sqlite3.connect(tmp_path / "run" / "trackers" / "mlflow.db") as database:
+        steps = [row[0] for row in database.execute("select step from metrics where key = 'loss/total' order by step")]
+        [(status,)] = database.execute("select status from runs")
+    assert sorted(set(steps)) == [1, 2, 3, 4]
+    assert status == "FINISHED"
+    assert len(list((tmp_path / "run" / "trackers" / "mlflow").rglob("step_*.png"))) == 2
+
+
+@pytest.mark.slow
+def test_trackio_keeps_a_database(tmp_path, root):
+    used("trackio", tmp_path, str(root / "tests" / "monitoring"))
+    [path] = (tmp_path / "run" / "trackers" / "trackio").glob("*.db")
+    with sqlite3.connect(path) as database:
+        rows = database.execute("select distinct run_name, step from metrics").fetchall()
+    assert len({name for name, _ in rows}) == 1
+    assert {1, 2, 3, 4} <= {step for _, step in rows}

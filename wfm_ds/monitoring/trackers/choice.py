@@ -1,0 +1,57 @@
+"""The trackers that a recipe names, and their packages."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec
+
+from wfm_ds.monitoring.run_data import dotted
+from wfm_ds.monitoring.tracking import RunFacts, Subscriber, Tracker, TrackerError
+from wfm_ds.recipe.schema import Recipe
+
+TRACKERS = {
+    "tensorboard": ("tensorboard", "TensorBoard"),
+    "wandb": ("wandb", "WeightsAndBiases"),
+    "mlflow": ("mlflow", "MLflow"),
+    "trackio": ("trackio", "Trackio"),
+}
+"""The package of each name, and its class in the file of that name here."""
+
+
+def require_trackers(recipe: Recipe) -> None:
+    """Raise TrackerError for a tracker whose package is not installed."""
+    for name in recipe.logging.shown_by:
+        package, _ = TRACKERS[name]
+        if find_spec(package) is None:
+            raise TrackerError(
+                f"logging.trackers names {name}, which is not installed: pip install 'wfm_ds[{name}]', or remove it"
+            )
+
+
+def open_trackers(recipe: Recipe, resumed_at: int | None) -> list[Subscriber]:
+    """Start the recipe's trackers. Raises TrackerError; those that were started before are closed then."""
+    opened: list[Subscriber] = []
+    settings = recipe.logging
+    require_trackers(recipe)
+    try:
+        for name in settings.shown_by:
+            facts = RunFacts(
+                output_dir=recipe.run.output_dir,
+                name=settings.run_name or recipe.run.output_dir.resolve().name,
+                project=settings.project,
+                recipe=dotted(recipe.model_dump(mode="json", exclude_none=True)),
+                resumed_at=resumed_at,
+                options={} if name == "tensorboard" else getattr(settings, name),
+            )
+            opened.append(Subscriber(tracker_of(name), facts))
+    except TrackerError:
+        for subscriber in opened:
+            subscriber.close("failed", {})
+        raise
+    return opened
+
+
+def tracker_of(name: str) -> Tracker:
+    """Return the tracker of this name, not started. Imports its file, not its package."""
+    made: Tracker = getattr(importlib.import_module(f"wfm_ds.monitoring.trackers.{name}"), TRACKERS[name][1])()
+    return made

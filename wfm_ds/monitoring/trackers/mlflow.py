@@ -1,0 +1,63 @@
+"""MLflow: at MLFLOW_TRACKING_URI, else a SQLite file in the run's folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from wfm_ds.chunks import chunks
+from wfm_ds.monitoring.pictures import reduced
+from wfm_ds.monitoring.samples import ShownSample, sample_grid, sample_table
+from wfm_ds.monitoring.tracking import RunFacts
+
+MAX_PARAMS, MAX_CHARACTERS = 100, 6000  # of one call; of one parameter's value
+ENDED = {"finished": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
+
+
+class MLflow:
+    """Numbers, the grid of samples and their table as artifacts, the recipe as parameters and as a file."""
+
+    name = "mlflow"
+
+    def start(self, run: RunFacts) -> None:
+        from mlflow import MlflowClient
+
+        for library in ("mlflow", "alembic"):
+            logging.getLogger(library).setLevel(logging.WARNING)  # they tell how tables are made
+        place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{run.folder.absolute() / 'mlflow.db'}"
+        options = {"tracking_uri": place, **run.options}
+        self._client: Any = MlflowClient(options["tracking_uri"])
+        self._id = run.remembered("mlflow_run", lambda: self._new_run(run, is_here=place.startswith("sqlite")))
+        self._client.update_run(self._id, status="RUNNING")
+
+    def _new_run(self, run: RunFacts, *, is_here: bool) -> str:
+        from mlflow.entities import Param
+
+        found = self._client.get_experiment_by_name(run.project)
+        artifacts = (run.folder / "mlflow").absolute().as_uri() if is_here else None
+        experiment = found.experiment_id if found else self._client.create_experiment(run.project, artifacts)
+        made = str(self._client.create_run(experiment, run_name=run.name).info.run_id)
+        values = [Param(key, str(value)[:MAX_CHARACTERS]) for key, value in run.recipe.items()]
+        for part in chunks(values, MAX_PARAMS):
+            self._client.log_batch(made, params=list(part))
+        recipe = run.output_dir / "recipe.yaml"
+        if recipe.is_file():
+            self._client.log_artifact(made, str(recipe))
+        return made
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        self._client.log_batch(self._id, metrics=[Metric(tag, value, now_ms, step) for tag, value in values.items()])
+
+    def samples(self, step: int, tag: str, samples: Sequence[ShownSample]) -> None:
+        name = f"{tag}/step_{step:06d}"
+        self._client.log_image(self._id, reduced(sample_grid(samples), 2048), artifact_file=f"{name}.png")
+        self._client.log_text(self._id, sample_table(samples), f"{name}.md")
+
+    def finish(self, status: str, summary: Mapping[str, float]) -> None:
+        self._client.set_terminated(self._id, ENDED[status])

@@ -1,0 +1,52 @@
+"""Trackio: a SQLite file, by default in the run's folder; `TRACKIO_DIR=... trackio show` opens it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from wfm_ds.monitoring.pictures import reduced
+from wfm_ds.monitoring.samples import ShownSample, sample_grid
+from wfm_ds.monitoring.tracking import RunFacts
+
+log = logging.getLogger(__name__)
+
+PLACE = "TRACKIO_DIR"  # of its files; read when it is imported
+
+
+class Trackio:
+    """Numbers, the grid of samples, the recipe as config."""
+
+    name = "trackio"
+
+    def start(self, run: RunFacts) -> None:
+        os.environ.setdefault(PLACE, str((run.folder / "trackio").absolute()))
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints how to open its dashboard
+            import trackio
+
+            name = run.remembered("trackio_run", lambda: f"{run.name}-{uuid.uuid4().hex[:6]}")
+            settings = {
+                "project": run.project,
+                "name": name,
+                "config": dict(run.recipe),
+                "resume": "allow",
+                **run.options,
+            }
+            self._trackio, self._run = trackio, trackio.init(**settings)
+        log.info("trackio: see the run with %s=%s trackio show", PLACE, os.environ[PLACE])
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def samples(self, step: int, tag: str, samples: Sequence[ShownSample]) -> None:
+        grid: Any = self._trackio.Image(reduced(sample_grid(samples), 2048), caption=samples[0].prompt)
+        self._run.log({tag: grid}, step=step)
+
+    def finish(self, status: str, summary: Mapping[str, float]) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._run.finish()

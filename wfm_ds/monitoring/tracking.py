@@ -1,0 +1,152 @@
+"""Trackers: what shows a run's numbers and samples elsewhere. Each hears of them in a thread of its own.
+
+A run never waits for a tracker and never ends for one: what raises is dropped with one warning, and what falls behind
+loses samples, never numbers. metrics.jsonl is not a tracker's matter: it has everything.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from wfm_ds.errors import UserError
+from wfm_ds.monitoring.samples import ShownSample
+
+log = logging.getLogger(__name__)
+
+FOLDER = "trackers"  # of a run: what trackers keep on its disk
+START_S, FINISH_S = 90.0, 30.0
+MAX_SHOWN = 4  # evaluations whose samples wait for a slow tracker; their pictures are in memory
+
+
+class TrackerError(UserError):
+    """A tracker cannot be started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """A run, as far as trackers are told of it."""
+
+    output_dir: Path
+    name: str
+    project: str
+    recipe: Mapping[str, Any] = field(default_factory=dict)  # by dotted key
+    resumed_at: int | None = None  # the last step that counts of what was shown before; None: nothing was
+    options: Mapping[str, Any] = field(default_factory=dict)  # of this tracker's library, as the recipe has them
+
+    @property
+    def folder(self) -> Path:
+        """The folder for what a tracker keeps; made when asked for."""
+        folder = self.output_dir / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def remembered(self, name: str, new: Callable[[], str]) -> str:
+        """Return a word that a continued run finds again: of a new run, what `new` returns."""
+        path = self.folder / name
+        if self.resumed_at is None or not path.is_file():
+            path.write_text(new(), encoding="utf-8")
+        return path.read_text(encoding="utf-8")
+
+
+class Tracker(Protocol):
+    """One library. All methods are called in one thread, `start` first and `finish` last."""
+
+    name: str
+
+    def start(self, run: RunFacts) -> None:
+        """Raise TrackerError, or what the library raises, if it cannot be used."""
+        ...
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Take finite numbers of an optimizer step; several calls may be of one step."""
+        ...
+
+    def samples(self, step: int, tag: str, samples: Sequence[ShownSample]) -> None:
+        """Take generated samples, those of a prompt beside each other."""
+        ...
+
+    def finish(self, status: str, summary: Mapping[str, float]) -> None:
+        """Take the run's end: finished, preempted or failed, and its last numbers."""
+        ...
+
+
+class Subscriber:
+    """A tracker in its thread."""
+
+    def __init__(self, tracker: Tracker, run: RunFacts) -> None:
+        """Start it. Raises TrackerError if it cannot be, or has not within START_S."""
+        self._tracker, self._run = tracker, run
+        self._events: deque[tuple[str, Callable[[], None]]] = deque()
+        self._changed = threading.Condition()
+        self._started, self._refusal = threading.Event(), ""
+        self._closed = self._dropped = self._warned = False
+        self._thread = threading.Thread(target=self._work, name=tracker.name, daemon=True)
+        self._thread.start()
+        if not self._started.wait(START_S):
+            raise TrackerError(f"logging.trackers: {tracker.name} has not started after {START_S:.0f} s: remove it")
+        if self._refusal:
+            raise TrackerError(
+                f"logging.trackers: {tracker.name} cannot be started ({self._refusal}): mend or remove it"
+            )
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._put("scalars", lambda: self._tracker.scalars(step, values))
+
+    def samples(self, step: int, tag: str, samples: Sequence[ShownSample]) -> None:
+        with self._changed:
+            is_behind = sum(kind == "samples" for kind, _ in self._events) >= MAX_SHOWN
+        if not is_behind:
+            self._put("samples", lambda: self._tracker.samples(step, tag, samples))
+        elif not self._warned:
+            self._warned = True
+            log.warning("%s is behind: samples of step %d and perhaps later ones are not shown there", self.name, step)
+
+    def close(self, status: str, summary: Mapping[str, float]) -> None:
+        """Tell the run's end and wait for it, FINISH_S at most."""
+        self._put("finish", lambda: self._tracker.finish(status, summary))
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join(FINISH_S)
+        if self._thread.is_alive():
+            log.warning("%s has not taken everything after %.0f s; the run ends without it", self.name, FINISH_S)
+
+    @property
+    def name(self) -> str:
+        return self._tracker.name
+
+    def _put(self, kind: str, event: Callable[[], None]) -> None:
+        with self._changed:
+            if not self._dropped:
+                self._events.append((kind, event))
+                self._changed.notify()
+
+    def _work(self) -> None:
+        try:
+            self._tracker.start(self._run)
+        except Exception as error:  # noqa: BLE001  (a library's own; said by the constructor)
+            self._refusal = " ".join(str(error).split())[:300] or type(error).__name__
+            return
+        finally:
+            self._started.set()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._events or self._closed)
+                if not self._events:
+                    return
+                _, event = self._events.popleft()
+            try:
+                event()
+            except Exception as error:  # noqa: BLE001  (whatever it is, it is not worth a run)
+                with self._changed:
+                    self._dropped = True
+                    self._events.clear()
+                reason = " ".join(str(error).split())[:300]
+                log.warning("%s is dropped (%s: %s); the run goes on", self.name, type(error).__name__, reason)
+                return
