@@ -25,10 +25,14 @@ setup(
         "Development Status :: 4 - Beta",
         "Environment :: Console",
         "Environment :: GPU :: NVIDIA CUDA",
+        "Framework :: Jupyter",
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
         "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Multimedia :: Graphics",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
@@ -88,6 +92,8 @@ setup(
         "fp8": ["torchao>=0.18"],  # model.fp8_training
         "low-bit": ["bitsandbytes>=0.50"],  # model.base_precision: nf4, optimizer.name: adamw8bit
         "bench": ["matplotlib"],
+        "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]"],  # mkdocs build --strict
+        "notebook": ["nbclient", "ipykernel"],  # docs/notebook.ipynb, executed
         "dev": [
             "matplotlib",
             "pytest",
