@@ -25,10 +25,14 @@ setup(
         "Development Status :: 4 - Beta",
         "Environment :: Console",
         "Environment :: GPU :: NVIDIA CUDA",
+        "Framework :: Jupyter",
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
         "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Multimedia :: Graphics",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
@@ -93,6 +97,8 @@ setup(
         "mlflow": ["mlflow>=3.17"],
         "trackio": ["trackio>=0.43"],
         "bench": ["matplotlib"],
+        "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]"],  # mkdocs build --strict
+        "notebook": ["nbclient", "ipykernel"],  # docs/notebook.ipynb, executed
         "dev": [
             "matplotlib",
             "pytest",

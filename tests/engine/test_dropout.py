@@ -10,7 +10,7 @@ from wfm_ds.recipe.sections import LoraRecipe
 
 def test_masks_follow_from_the_step_and_stay_away_without_a_gradient():
     module = small_sd3()
-    add_adapters(module, LoraRecipe(rank=2, alpha=4, dropout=0.5), ["to_q"], [], seed=0)
+    adapters = add_adapters(module, LoraRecipe(rank=2, alpha=4, dropout=0.5), ["to_q"], ["ema"], seed=0)
     for name, parameter in module.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter)
@@ -30,3 +30,5 @@ def test_masks_follow_from_the_step_and_stay_away_without_a_gradient():
     with torch.no_grad():
         assert torch.equal(forward(first, 0), forward(other_rank, 5))
     assert torch.equal(torch.get_rng_state(), before)
+    adapters.use("ema")
+    assert torch.equal(forward(first, 0), forward(first, 1))

@@ -8,6 +8,7 @@ import torch
 
 from wfm_ds.checkpoint.export import export
 from wfm_ds.checkpoint.target import ExportTarget
+from wfm_ds.engine.policy import Adapters
 from wfm_ds.models import registry
 from wfm_ds.pipes.client import PipeClient
 from wfm_ds.pipes.folders import SocketFolder
@@ -28,22 +29,25 @@ def loaded(path, dtype=torch.float32):
 class Trained:
     """A denoiser's weights, drawn anew, as the engine would hand them over (checkpoint.export.TensorSource)."""
 
-    def __init__(self, path, seed, *, lora):
+    def __init__(self, path, seed, *, lora, **kinds):
         import peft
 
         self.lora, self.model, draw = lora, loaded(path), torch.Generator().manual_seed(seed)
         denoiser = self.model.denoiser
-        self.config = peft.LoraConfig(r=RANK, lora_alpha=4, target_modules=list(self.model.default_lora_targets))
+        self.config = peft.LoraConfig(
+            r=RANK, lora_alpha=4, target_modules=list(self.model.default_lora_targets), **kinds
+        )
         if lora:
-            denoiser.add_adapter(self.config)
+            denoiser.add_adapter(self.config, adapter_name="default")
+            Adapters(denoiser)
         with torch.no_grad():
             for name, parameter in denoiser.named_parameters():
-                if not lora or ".lora_" in name:
+                if not lora or ".default." in name:
                     parameter.copy_(0.1 * torch.randn(parameter.shape, generator=draw))
 
     def named_full_tensors(self, policy):
         for name, tensor in self.model.denoiser.state_dict().items():
-            if not self.lora or ".lora_" in name:
+            if not self.lora or ".default." in name:
                 yield name.replace(".default.", "."), tensor
 
     def lora_config(self):
@@ -82,10 +86,14 @@ def offered():
         yield offer
 
 
-@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-def test_every_publication_is_the_policy_itself(lora, offered, tiny_pipelines, tmp_path):
+@pytest.mark.parametrize(
+    ("lora", "kinds"),
+    [(True, {}), (False, {}), (True, {"use_dora": True, "use_rslora": True, "modules_to_save": ["proj_out"]})],
+    ids=["lora", "full", "dora"],
+)
+def test_every_publication_is_the_policy_itself(lora, kinds, offered, tiny_pipelines, tmp_path):
     path = tiny_pipelines("sd3")
-    policies = [Trained(path, seed, lora=lora) for seed in (1, 2)]
+    policies = [Trained(path, seed, lora=lora, **kinds) for seed in (1, 2)]
     manifests = [p.publish(tmp_path / f"v{n}", n) for n, p in enumerate(policies)]
     model = loaded(path)
     weights = PolicyWeights(model, offered(*manifests), lora=lora)

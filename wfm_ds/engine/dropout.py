@@ -22,7 +22,11 @@ class AdapterDropout:
     """
 
     def __init__(self, denoiser: nn.Module, seed: int, rank: int) -> None:
-        found = (dict(layer.lora_dropout).get("default") for layer in adapted_layers(denoiser))
+        """Switch all dropout off, that of other policies for good: PEFT makes it in train mode."""
+        layers = [dict(layer.lora_dropout) for layer in adapted_layers(denoiser)]
+        for dropout in (dropout for by_adapter in layers for dropout in by_adapter.values()):
+            dropout.training = False
+        found = (by_adapter.get("default") for by_adapter in layers)
         self._layers: list[Any] = [layer for layer in found if isinstance(layer, nn.Dropout)]
         self._seed, self._rank = seed, rank
         self._step, self._forwards = -1, 0

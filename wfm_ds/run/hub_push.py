@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import shlex
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi, constants, errors, get_token
@@ -50,7 +50,7 @@ class HubPush:
         for future, folder in self._sending:
             while not future.done() and time.monotonic() < until:
                 LIVENESS.advance()
-                time.sleep(POLL_S)
+                wait([future], timeout=POLL_S)
             if not future.done():
                 future.cancel()
                 self._warn(folder, f"not sent in {timeout_s:g} s")

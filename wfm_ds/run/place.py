@@ -55,6 +55,7 @@ def require_inputs_elsewhere(recipe: Recipe) -> None:
     model = Path(recipe.model.path).expanduser() if is_folder else None
     inputs: list[tuple[str, str | Path | None]] = [
         ("model.path", model),
+        ("lora.init_from", None if recipe.lora is None else recipe.lora.init_from),
         ("engine.deepspeed", find_config(recipe.engine.deepspeed)),
         *(("data.path", path) for path in recipe.data.shards),
         *(("data.sets", path) for one, _ in recipe.data.parts().values() for path in one.shards),
