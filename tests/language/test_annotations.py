@@ -102,7 +102,7 @@ def test_files_of_annotations(tmp_path):
     (tmp_path / "b.json").write_text(json.dumps(rows))
     (tmp_path / "a.jsonl").write_text("\n".join([json.dumps(rows[0]), "", "{broken", json.dumps(rows[1])]))
     (tmp_path / "c.txt").write_text("no annotations")
-    assert annotation_files([str(tmp_path)]) == [tmp_path / "a.jsonl", tmp_path / "b.json"]
+    assert annotation_files([str(tmp_path)]) == [str(tmp_path / "a.jsonl"), str(tmp_path / "b.json")]
     assert list(rows_of(tmp_path / "b.json")) == [(f"{tmp_path}/b.json[{i}]", row) for i, row in enumerate(rows)]
     numbers = [(name.rpartition(":")[2], row) for name, row in rows_of(tmp_path / "a.jsonl")]
     assert numbers == [("1", rows[0]), ("3", None), ("4", rows[1])]

@@ -2,15 +2,19 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+import s3
 from wfm_ds.data.squares import write_squares
 from wfm_ds.distributed.world import World
-from wfm_ds.errors import DataError
+from wfm_ds.errors import DataError, UserError
 from wfm_ds.language import model as language_model
-from wfm_ds.language.annotations import REASONS
+from wfm_ds.language.annotations import REASONS, parsed
 from wfm_ds.language.data import LanguageData, load_conversations
+from wfm_ds.language.rows import SampleReader
 from wfm_ds.language.source import RowSource
 from wfm_ds.models.tiny import write_tiny
 from wfm_ds.recipe import file as recipe_file
@@ -77,6 +81,55 @@ def test_lengths_are_those_of_what_is_read_later(load):
     for conversation, length in list(zip(data.training.conversations, data.training.lengths, strict=True))[:8]:
         assert len(reader.read(conversation).tokens) == length
     assert data.kinds == {"image"}
+
+
+def test_lengths_are_measured_once(load, squares, tmp_path, monkeypatch):
+    """Those that could not be measured are tried again, and other settings have other lengths."""
+    spoil(squares)
+    options = ("data.max_bad_fraction=0.2", "validation.holdout=0", f"data.cache_dir={tmp_path / 'cache'}")
+    _, _, data = load(*options)
+    measured = []
+    whole = SampleReader.size
+    monkeypatch.setattr(SampleReader, "size", lambda self, one: measured.append(one.id) or whole(self, one))
+    _, _, again = load(*options)
+    assert len(measured) == sum(data.bad[reason] for reason in ("media", "too_long")) == 3
+    assert (again.training.sizes, again.bad) == (data.training.sizes, data.bad)
+    load(*options, "data.pixels.max=3136")
+    assert len(measured) > 30
+    assert len(list((tmp_path / "cache" / "lengths").iterdir())) == 2
+
+
+def test_a_picture_that_was_exchanged_is_left_out_of_its_row(load, squares):
+    source, _ = source_of(load, "data.pack=false", "data.shuffle=false")
+    Image.new("RGB", (112, 112)).save(squares / "images" / "002.png")
+    step = source.step(1, 0, 1)
+    assert [len(row) for row in step.rows] == [1, 1, 0, 1, 1, 1]
+    source.close()
+
+
+def test_annotations_and_media_may_be_in_a_storage(load, squares, s3_server, s3_proxy):
+    client, (_, _, here) = s3_server[1], load()
+    rows = json.loads((squares / "annotations.json").read_text())
+    for name, part in (("a.json", json.dumps(rows[:30])), ("b.jsonl", "\n".join(map(json.dumps, rows[30:])))):
+        client.put_object(Bucket=s3.BUCKET, Key=f"llava/{name}", Body=part.encode())
+    for picture in (squares / "images").iterdir():
+        client.put_object(Bucket=s3.BUCKET, Key=f"media/images/{picture.name}", Body=picture.read_bytes())
+    address = f"s3://{s3.BUCKET}"
+    _, reader, there = load(f"data.path={address}/llava/", f"data.media_path={address}/media", "validation.holdout=0")
+    assert sorted(there.training.lengths) == sorted([*here.training.lengths, *here.held_out.lengths])
+    conversation = there.training.conversations[0]
+    assert conversation.media[0].address == f"{address}/media/images/000.png"
+    ((_, pixels), *_) = reader.read(conversation).pixels
+    local = parsed(rows[0], "0", root=str(squares))
+    assert np.array_equal(pixels.patches, reader.read(local).pixels[0][1].patches)
+    client.delete_object(Bucket=s3.BUCKET, Key="media/images/001.png")
+    missing = "data.max_bad_fraction=0.1"
+    _, _, without = load(
+        f"data.path=[{address}/llava/a.json, {address}/llava/b.jsonl]", f"data.media_path={address}/media", missing
+    )
+    assert without.bad["media"] == 2  # rows 0 and 1 show it
+    with pytest.raises(UserError, match=r"s3://shards/none\.json: cannot be read"):
+        load(f"data.path={address}/none.json")
 
 
 def test_what_is_held_out_is_the_same_in_every_run_and_apart(load, squares):

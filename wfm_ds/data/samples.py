@@ -11,7 +11,9 @@ from typing import Any, BinaryIO, Protocol
 
 from wfm_ds.errors import DataError
 from wfm_ds.seeds import uniform
+from wfm_ds.storage.filesystem import is_remote, version
 from wfm_ds.storage.regular import open_regular
+from wfm_ds.storage.stream import open_stream
 from wfm_ds.types import Prompt
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})
@@ -70,6 +72,32 @@ class LocalFile:
 
     def identity(self) -> tuple[str | int, ...]:
         return file_identity(self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """Media in a file of a storage, s3://..."""
+
+    address: str
+
+    @property
+    def name(self) -> str:
+        return printable(self.address)
+
+    @property
+    def suffix(self) -> str:
+        return os.path.splitext(self.address)[1].lower()
+
+    def open(self) -> BinaryIO:
+        return open_stream(self.address)
+
+    def identity(self) -> tuple[str | int, ...]:
+        return version(self.address)
+
+
+def file_at(address: str) -> Media:
+    """The file of this path or address."""
+    return StoredFile(address) if is_remote(address) else LocalFile(address)
 
 
 def printable(name: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from wfm_ds.data.samples import is_encodable
 from wfm_ds.errors import DataError
+from wfm_ds.storage.filesystem import answering, filesystem, is_remote
 
 Role = Literal["system", "user", "assistant"]
 Kind = Literal["image", "video"]
@@ -71,25 +72,49 @@ class Conversation:
         return [part for turn in self.turns for part in turn.parts if isinstance(part, Medium)]
 
 
-def annotation_files(paths: Sequence[str]) -> list[Path]:
-    """The annotation files at these paths, those of a folder by name. Raises DataError for one that is not there."""
-    files: list[Path] = []
-    for path in map(Path, paths):
-        found = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES) if path.is_dir() else [path]
+def annotation_files(paths: Sequence[str]) -> list[str]:
+    """The annotation files at these paths and s3:// addresses, those of a folder by name, which in a storage ends with
+    a slash. Raises DataError for one that is not there."""
+    files: list[str] = []
+    for path in paths:
+        is_folder = path.endswith("/") if is_remote(path) else Path(path).is_dir()
+        found = _files_in(path) if is_folder else [path]
         if not found:
             raise DataError(f"{path}: no {' or '.join(SUFFIXES)} file in it; name the folder of the annotations")
         files += found
     return files
 
 
-def rows_of(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (name, row) of all rows of a file; a line that is no JSON is a row too, None. Raises DataError for a file
-    that cannot be read or is no list."""
+def _files_in(folder: str) -> list[str]:
+    if not is_remote(folder):
+        return sorted(str(path) for path in Path(folder).iterdir() if path.suffix in SUFFIXES)
+    fs, path = filesystem(folder)
+    with answering(folder):
+        names = fs.ls(path.rstrip("/"), detail=False)
+    return sorted(f"s3://{name}" for name in names if name.endswith(SUFFIXES))
+
+
+def content_of(file: str) -> bytes:
+    """The bytes of an annotation file. Raises DataError."""
     try:
-        text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        if not is_remote(file):
+            return Path(file).read_bytes()
+        fs, path = filesystem(file)
+        with answering(file):
+            found: bytes = fs.cat_file(path)
+        return found
+    except OSError as error:
         raise DataError(f"{file}: cannot be read ({error}); data.path names .json or .jsonl annotations") from error
-    if file.suffix == ".jsonl":
+
+
+def rows_in(file: str, content: bytes) -> Iterator[tuple[str, Any]]:
+    """Yield (name, row) of all rows of a file; a line that is no JSON is a row too, None. Raises DataError for a file
+    that is no text or no list."""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: cannot be read ({error}); data.path names .json or .jsonl annotations") from error
+    if file.endswith(".jsonl"):
         for number, line in enumerate(text.splitlines(), 1):
             if line.strip():
                 yield f"{file}:{number}", _json_or_none(line)
@@ -99,6 +124,11 @@ def rows_of(file: Path) -> Iterator[tuple[str, Any]]:
         raise DataError(f"{file}: is not a JSON list of conversations; one row a line belongs into a .jsonl file")
     for number, row in enumerate(rows):
         yield f"{file}[{number}]", row
+
+
+def rows_of(file: str | Path) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a file as `rows_in` does. Raises DataError for one that cannot be read."""
+    return rows_in(str(file), content_of(str(file)))
 
 
 def _json_or_none(text: str) -> Any:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.distributed.world import World
 from wfm_ds.errors import DataError
-from wfm_ds.language.annotations import REASONS, BadConversation, Conversation, annotation_files, parsed, rows_of
+from wfm_ds.language.annotations import (
+    REASONS,
+    BadConversation,
+    Conversation,
+    annotation_files,
+    content_of,
+    parsed,
+    rows_in,
+)
+from wfm_ds.language.lengths import UNKNOWN, Size, SizeCache
 from wfm_ds.language.rows import SampleReader
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.seeds import uniform
@@ -26,14 +38,20 @@ class Read:
 
     conversations: list[Conversation]
     bad: list[BadConversation]
+    digest: str  # of the files' contents
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Measured:
-    """Conversations that fit a row, with their lengths in tokens."""
+    """Conversations that fit a row, with their sizes."""
 
     conversations: list[Conversation]
-    lengths: list[int]
+    sizes: list[Size]
+
+    @functools.cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each."""
+        return [size.tokens for size in self.sizes]
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -56,46 +74,66 @@ class LanguageData:
 
 def read_annotations(recipe: Recipe, paths: Sequence[str]) -> Read:
     """Parse all rows of these annotations. Raises DataError for a file that cannot be read, or without any row."""
-    found = Read([], [])
+    root, system_prompt = recipe.data.media_path, recipe.data.system_prompt
+    conversations, bad, digest = list[Conversation](), list[BadConversation](), hashlib.blake2b(digest_size=16)
     for file in annotation_files(paths):
-        for name, row in rows_of(file):
+        content = content_of(file)
+        digest.update(f"{file}\0{len(content)}\0".encode())
+        digest.update(content)
+        for name, row in rows_in(file, content):
             LIVENESS.advance()
             try:
-                root, system_prompt = recipe.data.media_path, recipe.data.system_prompt
-                found.conversations.append(parsed(row, name, root=root, system_prompt=system_prompt))
+                conversations.append(parsed(row, name, root=root, system_prompt=system_prompt))
             except BadConversation as error:
-                found.bad.append(error)
-    if not found.conversations and not found.bad:
+                bad.append(error)
+    if not conversations and not bad:
         raise DataError(f"{', '.join(paths)}: there is no row in it")
-    return found
+    return Read(conversations, bad, digest.hexdigest())
 
 
-def measured(read: Read, reader: SampleReader, world: World, workers: int, allowed: float, where: str) -> LanguageData:
-    """Find the length of each conversation, a share of them on each rank; all in `training`. Collective.
+def measured(
+    read: Read,
+    reader: SampleReader,
+    world: World,
+    workers: int,
+    allowed: float,
+    where: str,
+    cache: SizeCache | None = None,
+) -> LanguageData:
+    """Find the size of each conversation that `cache` does not know, a share of them on each rank; all in `training`.
+    Collective.
 
     Raises DataError on all ranks if more than the allowed share of rows cannot be used.
     """
+    count = len(read.conversations)
+    known = [UNKNOWN] * count if cache is None else cache.read(count)
 
-    def length(conversation: Conversation) -> int | tuple[str, str]:
+    def size(place: int) -> Sequence[Any]:
         LIVENESS.advance()
+        if known[place] != UNKNOWN:
+            return known[place]
         try:
-            return len(reader.tokens(conversation)[0])
+            return reader.size(read.conversations[place])
         except BadConversation as error:
             return error.reason, str(error)
 
-    def measure() -> list[int | tuple[str, str]]:
+    def measure() -> list[Sequence[Any]]:
         with ThreadPoolExecutor(workers) as pool:
-            return list(pool.map(length, read.conversations[world.rank :: world.size]))
+            return list(pool.map(size, range(world.rank, count, world.size)))
 
     parts = world.gather(world.checked(measure))
-    found = [parts[i % world.size][i // world.size] for i in range(len(read.conversations))]
-    good = [i for i, result in enumerate(found) if isinstance(result, int)]
+    found = [parts[i % world.size][i // world.size] for i in range(count)]
+    good = [i for i, result in enumerate(found) if len(result) == len(UNKNOWN)]
     bad = [(error.reason, str(error)) for error in read.bad]
-    bad += [tuple(result) for result in found if not isinstance(result, int)]
+    bad += [(result[0], result[1]) for result in found if len(result) != len(UNKNOWN)]
+    if cache is not None and world.is_main:
+        sizes = [Size(*result) if len(result) == len(UNKNOWN) else UNKNOWN for result in found]
+        if sizes != known:
+            cache.write(sizes)
     _judge(bad, len(good), allowed, where)
     counts = {reason: sum(of == reason for of, _ in bad) for reason in REASONS}
     conversations = [read.conversations[i] for i in good]
-    return LanguageData(Measured(conversations, [found[i] for i in good]), Measured([], []), counts)
+    return LanguageData(Measured(conversations, [Size(*found[i]) for i in good]), Measured([], []), counts)
 
 
 def _judge(bad: Sequence[tuple[str, str]], num_good: int, allowed: float, where: str) -> None:
@@ -117,7 +155,10 @@ def load_conversations(recipe: Recipe, reader: SampleReader, world: World) -> La
 
     def all_of(paths: Sequence[str]) -> LanguageData:
         read = world.checked(lambda: read_annotations(recipe, paths))
-        return measured(read, reader, world, data.workers, data.max_bad_fraction, ", ".join(paths))
+        cache = None
+        if data.cache_dir is not None:
+            cache = SizeCache(data.cache_dir, reader.key(recipe, read.digest))
+        return measured(read, reader, world, data.workers, data.max_bad_fraction, ", ".join(paths), cache)
 
     whole = all_of(data.shards)
     if validation.path is not None:
@@ -138,14 +179,14 @@ def divided(whole: Measured, share: float) -> tuple[Measured, Measured]:
     ordered = sorted(draws)
     limit = min(max(share, ordered[0]), ordered[-2])
     parts: tuple[Measured, Measured] = (Measured([], []), Measured([], []))
-    for conversation, length, draw in zip(whole.conversations, whole.lengths, draws, strict=True):
+    for conversation, size, draw in zip(whole.conversations, whole.sizes, draws, strict=True):
         part = parts[draw <= limit]
         part.conversations.append(conversation)
-        part.lengths.append(length)
+        part.sizes.append(size)
     return parts
 
 
 def first(whole: Measured, count: int) -> Measured:
     """The first of these by their ids."""
     order = sorted(range(len(whole.conversations)), key=lambda i: whole.conversations[i].id)[:count]
-    return Measured([whole.conversations[i] for i in order], [whole.lengths[i] for i in order])
+    return Measured([whole.conversations[i] for i in order], [whole.sizes[i] for i in order])

@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 
 from wfm_ds.data.pixels import FORMATS, BadMedia, decoding, image_size
 from wfm_ds.data.pixels import to_rgb as image_to_rgb
-from wfm_ds.data.samples import LocalFile
+from wfm_ds.data.samples import Media, file_at
 from wfm_ds.data.video import decode, opened, timestamps, to_rgb, video_size
 from wfm_ds.language.annotations import Kind, Medium
 from wfm_ds.recipe.data import DataRecipe
@@ -59,7 +59,7 @@ class MediaReader:
 
     def __init__(self, image_processor: Any, data: DataRecipe) -> None:
         """image_processor: of the Qwen kind, with patches, merges and sizes by area."""
-        self._processor, self._pixels, self._video = image_processor, data.pixels, data.video
+        self.processor, self._pixels, self._video = image_processor, data.pixels, data.video
         self.merge, self.times = int(image_processor.merge_size), int(image_processor.temporal_patch_size)
         self.patch = int(image_processor.patch_size)
         total = data.video.total_pixels
@@ -67,7 +67,7 @@ class MediaReader:
 
     def sized(self, medium: Medium) -> Sized:
         """Return what is known of a medium without its pixels."""
-        file = LocalFile(medium.address)
+        file = file_at(medium.address)
         if medium.kind == "image":
             return Sized("image", self._tokens(file, *image_size(file), self._pixels.max))
         frames = self._frames(file)
@@ -80,7 +80,7 @@ class MediaReader:
 
     def read(self, medium: Medium) -> Pixels:
         """The patches of a medium."""
-        file = LocalFile(medium.address)
+        file = file_at(medium.address)
         if medium.kind == "image":
             with decoding(file), file.open() as opened_file, Image.open(opened_file, formats=FORMATS) as image:
                 return self._patches(file, [image_to_rgb(ImageOps.exif_transpose(image))], self._pixels.max)
@@ -98,17 +98,17 @@ class MediaReader:
     def _frame_pixels(self, num_frames: int) -> int:
         return max((self.patch * self.merge) ** 2, min(self._pixels.max, self._total // num_frames))
 
-    def _tokens(self, file: LocalFile, height: int, width: int, most: int) -> int:
+    def _tokens(self, file: Media, height: int, width: int, most: int) -> int:
         size = self._size(most)
         limits = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
         try:
-            return int(self._processor.get_number_of_image_patches(height, width, limits)) // self.merge**2
+            return int(self.processor.get_number_of_image_patches(height, width, limits)) // self.merge**2
         except ValueError as error:  # sides out of all proportion
             raise BadMedia("decode", file.name, str(error)) from error
 
-    def _patches(self, file: LocalFile, pictures: Sequence[Image.Image], most: int) -> Pixels:
+    def _patches(self, file: Media, pictures: Sequence[Image.Image], most: int) -> Pixels:
         try:
-            found = self._processor(images=list(pictures), size=self._size(most), return_tensors="np")
+            found = self.processor(images=list(pictures), size=self._size(most), return_tensors="np")
         except ValueError as error:
             raise BadMedia("decode", file.name, str(error)) from error
         patches, (_, height, width) = found["pixel_values"], map(int, found["image_grid_thw"][0])
@@ -122,7 +122,7 @@ class MediaReader:
             np.ascontiguousarray(pairs, np.float32).reshape(num_times * height * width, -1), (num_times, height, width)
         )
 
-    def _frames(self, file: LocalFile) -> Frames:
+    def _frames(self, file: Media) -> Frames:
         with opened(file) as container:
             stream = container.streams.video[0]
             times, _ = timestamps(container, stream)
@@ -135,7 +135,7 @@ class MediaReader:
         indices = np.linspace(0, len(times) - 1, count).round().astype(int)
         return Frames(indices.tolist(), seconds[indices].tolist())
 
-    def _decoded(self, file: LocalFile, chosen: Frames) -> list[Image.Image]:
+    def _decoded(self, file: Media, chosen: Frames) -> list[Image.Image]:
         with opened(file) as container:
             stream = container.streams.video[0]
             times, _ = timestamps(container, stream)

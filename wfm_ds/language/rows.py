@@ -18,8 +18,10 @@ from torch import Tensor
 
 from wfm_ds.data.pixels import BadMedia
 from wfm_ds.language.annotations import KINDS, BadConversation, Conversation, Kind
+from wfm_ds.language.lengths import Size, key_of
 from wfm_ds.language.media import MediaReader, Pixels, Sized
 from wfm_ds.language.render import IGNORED, Renderer, Tokens
+from wfm_ds.recipe.schema import Recipe
 
 Positions = Callable[["Sample"], Tensor]  # the model's own, [3, L] int64, of one conversation
 INPUTS: dict[Kind, tuple[str, str]] = {
@@ -97,6 +99,16 @@ class SampleReader:
         if all(label == IGNORED for label in tokens.labels):
             raise BadConversation("too_long", conversation.id, f"no answer is left in {self._max_tokens} tokens")
         return tokens, sized
+
+    def size(self, conversation: Conversation) -> Size:
+        """The sizes of a conversation, from headers. Raises BadConversation."""
+        tokens, sized = self.tokens(conversation)
+        media = sum(medium.num_times * medium.num_tokens for medium in sized)
+        return Size(len(tokens), media, sum(label != IGNORED for label in tokens.labels))
+
+    def key(self, recipe: Recipe, digest: str) -> str:
+        """Name what the sizes of annotations with this digest depend on."""
+        return key_of(recipe, digest, self._renderer.tokenizer, self._media.processor)
 
     def read(self, conversation: Conversation) -> Sample:
         """The conversation with its pixels. Raises BadConversation."""

@@ -35,7 +35,7 @@ class RowSource:
     def __init__(
         self, data: LanguageData, order: RowOrder, reader: SampleReader, *, rows_per_step: int, workers: int
     ) -> None:
-        self._conversations, self._order, self._reader = data.training.conversations, order, reader
+        self._data, self._order, self._reader = data.training, order, reader
         self._rows_per_step = rows_per_step
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="read")
         self._ahead: dict[int, list[list[Future[Sample | BadConversation]]]] = {}
@@ -84,9 +84,12 @@ class RowSource:
 
     def _read(self, index: int) -> Sample | BadConversation:
         try:
-            return self._reader.read(self._conversations[index])
+            sample = self._reader.read(self._data.conversations[index])
         except BadConversation as error:
             return error
+        if len(sample.tokens) != self._data.lengths[index]:  # its row was filled for another number
+            return BadConversation("media", sample.id, "a medium has another size than when the data were measured")
+        return sample
 
     def _result(self, future: Future[Sample | BadConversation]) -> Sample | BadConversation:
         try:

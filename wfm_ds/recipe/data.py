@@ -72,7 +72,7 @@ class DataRecipe(Section):
     path: UserAddress | Annotated[list[UserAddress], Field(min_length=1)]
     """The folder; sets: the one that relative paths of its sets are below. hf: owner/name, or a folder. webdataset: a
     tar file, a glob or a range ({000..123}) of them, or a list of these; local or s3://. pairs: the same, or a .jsonl
-    file. llava: the annotations, a .json or .jsonl file, a folder or a list of them."""
+    file. llava: the annotations, a .json or .jsonl file, a folder (of s3://, with a slash at its end) or a list."""
     sets: Annotated[list[DataSetRecipe], Field(min_length=1)] | None = None
     """sets: the data sets that are drawn from, each in the share of its weight (docs/data.md)."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -122,8 +122,8 @@ class DataRecipe(Section):
     allow_pickle: bool = False
     """cosmos: also read text embeddings from pickles, of which nothing but numpy arrays is ever built."""
     cache_dir: UserPath | None = None
-    """A folder for what is computed once for all runs: text embeddings, latents, indices of tar shards. Unset: none,
-    but for text embeddings, which `cache_text: auto` keeps in the user's cache."""
+    """A folder for what is computed once for all runs: text embeddings, latents, indices of tar shards, lengths of
+    conversations. Unset: none, but for text embeddings, which `cache_text: auto` keeps in the user's cache."""
     cache_text: Literal["auto", "off"] = "auto"
     """`auto`: encode all texts of the run before it trains, in cache_dir or $WFM_CACHE (~/.cache/wfm_ds), and then
     remove the text encoders from memory; they stay if the embeddings would take more than 64 GiB (docs/data.md). `off`:
@@ -133,7 +133,8 @@ class DataRecipe(Section):
     `centre`."""
 
     media_path: UserAddress | None = None
-    """llava: the folder that the media of the annotations are relative to. Unset: they have absolute paths."""
+    """llava: the folder, of this machine or of s3://, that the media of the annotations are relative to. Unset: they
+    have absolute paths or addresses."""
     system_prompt: str | None = None
     """llava: the system turn of conversations that have none. Unset: what the model's chat template does then."""
     max_tokens: Annotated[int, Field(ge=16)] = 4096
@@ -194,8 +195,9 @@ class DataRecipe(Section):
             raise ValueError(
                 f"kind {self.kind} reads one folder of this machine: lists and URLs are for webdataset and pairs"
             )
-        if self.kind == "llava" and any("://" in path for path in (*self.shards, self.media_path or "")):
-            raise ValueError("kind llava reads annotations and media of this machine: copy them, and name the folders")
+        addresses = (*self.shards, self.media_path or "")
+        if self.kind == "llava" and any("://" in a and not a.startswith("s3://") for a in addresses):
+            raise ValueError("kind llava reads annotations and media of this machine or of s3://: name such places")
         if self.kind == "pairs" and (len(self.shards) > 1 or "://" in self.shards[0]):
             tables = [path for path in self.shards if path.lower().endswith(".jsonl")]
             if tables:

@@ -408,7 +408,7 @@ def unread_keys(recipe: Recipe) -> list[str]:
     )
     if recipe.data.kind in ("hf", "folder"):
         data = tuple(key for key in data if key != "split")
-    data = (*data, *OF_PROMPT_SETS, "cache_dir") if recipe.data.kind == "llava" else (*data, *OF_CONVERSATIONS)
+    data = (*data, *OF_PROMPT_SETS) if recipe.data.kind == "llava" else (*data, *OF_CONVERSATIONS)
     unread = [("data", key) for key in data]
     if recipe.algorithm.trains_language:
         return unread_of(recipe, [*unread, *(("validation", key) for key in OF_SAMPLES), ("logging", "sample_every")])

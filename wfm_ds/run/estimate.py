@@ -12,7 +12,6 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +24,6 @@ from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.sampler import Sampler
 from wfm_ds.models.text_cache import TextCache
 from wfm_ds.monitoring.stopwatch import GIB
-from wfm_ds.recipe.deepspeed import find_config, policy_copies, read_config, with_overlap
 from wfm_ds.recipe.derived import Derived, derive
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.run.activations import (
@@ -37,14 +35,8 @@ from wfm_ds.run.activations import (
     shadow_of,
     text_bytes,
 )
+from wfm_ds.run.engine_sums import FLOAT32, EngineSums
 from wfm_ds.sampling.denoise import Trajectory
-
-BYTES = {"bfloat16": 2, "float32": 4}
-FLOAT32 = 4
-# Bytes of a trained weight's master and of both its moments; in eight bits 256 elements have a scale.
-MASTER_AND_MOMENTS = {"adamw": 3 * FLOAT32, "adamw8bit": FLOAT32 + 2 * (1 + FLOAT32 / 256)}
-# DeepSpeed's own defaults, for keys that a JSON file leaves out.
-REDUCE_BUCKET, PREFETCH_BUCKET, MAX_LIVE, MAX_REUSE_DISTANCE, SUB_GROUP = 500_000_000, 50_000_000, 10**9, 10**9, 10**9
 
 
 def lora_parameters(denoiser: nn.Module, targets: Sequence[str], rank: int) -> int:
@@ -105,36 +97,26 @@ def estimate(
     staying = sums.states() | sums.frozen() | ({"text encoders": encoders} if keeps_encoders else {})
     phases: dict[str, dict[str, int]] = {"texts": sums.frozen() | {"text encoders": encoders}}
     phases |= {name: staying | parts for name, parts in sums.phases().items()}
-    kept = {"adamw": 3, "adamw8bit": 5}[recipe.optimizer.name]  # master, moments, and scales of theirs
-    states = sums.trained * FLOAT32 * (kept + sums.num_copies)
     return Estimate(
         phases=phases,
         world_size=world_size,
         total=sums.total,
         trained=sums.trained,
         stage=sums.zero["stage"],
-        checkpoint_bytes=states,
-        export_bytes=sums.trained * (FLOAT32 if recipe.lora is not None else BYTES[recipe.model.dtype]),
+        checkpoint_bytes=sums.state_bytes(),
+        export_bytes=sums.export_bytes(),
     )
 
 
-class _Sums:
+class _Sums(EngineSums):
     """The terms of an estimate."""
 
     def __init__(self, recipe: Recipe, model: DiffusionModel, world_size: int, device: str) -> None:
-        self.recipe, self.world_size, self.on_cuda = recipe, world_size, device == "cuda"
         self.derived: Derived = derive(recipe, world_size)
-        stated = read_config(find_config(recipe.engine.deepspeed))["zero_optimization"]
-        self.zero: dict[str, Any] = with_overlap(stated, lora=recipe.lora is not None)
-        policies = engine_policies(recipe)
-        self.num_copies = len(policy_copies(policies, lora=recipe.lora is not None))
-        self.model, self.shadow = model, shadow_of(model, recipe, policies)
-        self.compute = BYTES[recipe.model.dtype]
+        self.model, self.shadow = model, shadow_of(model, recipe, engine_policies(recipe))
+        super().__init__(recipe, self.shadow.bare_denoiser, world_size, device)
         low = self.on_cuda and recipe.model.dtype == "bfloat16"
         self.text_dtype = torch.bfloat16 if low else torch.float32
-        parameters = list(self.shadow.bare_denoiser.parameters())
-        self.numel = sum(p.numel() for p in parameters)  # adapters of all policies among them
-        self.trained = sum(p.numel() for p in parameters if p.requires_grad)
         adapters = self.trained * (1 + self.num_copies) if recipe.lora is not None else 0
         quantised = [m for m in self.shadow.bare_denoiser.modules() if isinstance(m, FrozenLinear)]
         self.total = self.numel - adapters + sum(m.in_features * m.out_features for m in quantised)
@@ -144,26 +126,6 @@ class _Sums:
         self.row_bytes = text_bytes(self.shadow.text_shapes(), self.text_dtype)
 
     # What stays from phase to phase
-
-    def states(self) -> dict[str, int]:
-        """Weights, optimizer states and copies; gradients come in training."""
-        shared = self.world_size if self.zero["stage"] == 3 else 1
-        # Tables of positions, and a base in fewer bits: not cut up.
-        tables = sum(buffer.nbytes for buffer in self.shadow.bare_denoiser.buffers())
-        weights = self.numel * self.compute // shared + tables
-        if "zero_hpz_partition_size" in self.zero:  # and a copy of the weights in each node
-            ranks = self.zero["zero_hpz_partition_size"]
-            weights += self.numel * self.compute // (min(self.world_size, 8) if ranks == "auto" else ranks)
-        parts = {"weights": weights}
-        if not self.offloaded:  # else masters, moments, copies and gradients lie on the host
-            parts["policies"] = self.trained * FLOAT32 * self.num_copies // self.world_size
-            parts["optimizer states"] = (
-                int(self.trained * MASTER_AND_MOMENTS[self.recipe.optimizer.name]) // self.world_size
-            )
-        if self.zero["stage"] == 3:
-            parts["gradients"] = self.gradients
-            parts["DeepSpeed"] = self.bucket * FLOAT32
-        return parts
 
     def frozen(self) -> dict[str, int]:
         """The VAE, and parts that are neither it nor a text encoder nor the denoiser."""
@@ -178,22 +140,6 @@ class _Sums:
         parts = self.model.parts_named("text_encoder").values()
         numel = sum(int(parameter.numel()) for part in parts for parameter in part.parameters())
         return numel * int(self.text_dtype.itemsize)
-
-    @property
-    def offloaded(self) -> bool:
-        """Tell if the optimizer works on the host, beside a GPU."""
-        return self.on_cuda and bool((self.zero.get("offload_optimizer") or {}).get("device", "none") != "none")
-
-    @property
-    def bucket(self) -> int:
-        """Elements of one of DeepSpeed's reduction buffers."""
-        return int(self.zero.get("reduce_bucket_size", REDUCE_BUCKET))
-
-    @property
-    def gradients(self) -> int:
-        """Summed in float32 at every stage (engine/accumulation.py), and cut over the ranks from ZeRO-2 on."""
-        shared = self.world_size if self.zero["stage"] >= 2 else 1
-        return 0 if self.offloaded else self.trained * FLOAT32 // shared
 
     # Phases
 
@@ -323,34 +269,7 @@ class _Sums:
         guided = passes.kept + passes.inference if self.recipe.is_rl and self.recipe.sampling.is_guided() else 0
         peak = max(passes.peak, guided) + 6 * batch * self.latent_bytes  # noise, targets, the loss's own
         parts = {"activations": peak, "gradients": self.gradients} | self.gathered(training=True)
-        reduced = min(self.bucket, self.trained) * FLOAT32
-        if self.zero["stage"] == 3:
-            parts["DeepSpeed"] = self.bucket * FLOAT32 + 2 * reduced
-        else:
-            size = self.compute if self.zero["stage"] == 2 else FLOAT32
-            buffers = 2 if self.zero["overlap_comm"] else 1
-            parts["DeepSpeed"] = (
-                buffers * self.bucket * size if self.zero.get("contiguous_gradients", True) else 0
-            ) + (reduced if self.compute != FLOAT32 else 0)
-        return parts
-
-    def gathered(self, *, training: bool) -> dict[str, int]:
-        """Weights that ZeRO-3 has brought together: ahead of their use, and, in training, the last ones of the forward
-        pass, with which the backward pass begins."""
-        if self.zero["stage"] != 3:
-            return {}
-        ahead = int(self.zero.get("stage3_prefetch_bucket_size", PREFETCH_BUCKET))
-        largest = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in self.shadow.bare_denoiser.modules())
-        reused = int(self.zero.get("stage3_max_reuse_distance", MAX_REUSE_DISTANCE)) // 2 if training else 0
-        live = min(self.numel, int(self.zero.get("stage3_max_live_parameters", MAX_LIVE)), ahead + largest + reused)
-        return {"gathered weights": live * self.compute}
-
-    def stepping(self) -> dict[str, int]:
-        """The optimizer step: the gradients, flattened once more, and what an unfused AdamW needs meanwhile."""
-        share = 0 if self.offloaded else self.trained * FLOAT32 // self.world_size
-        if self.zero["stage"] == 3:
-            share = min(share, int(self.zero.get("sub_group_size", SUB_GROUP)) * FLOAT32)
-        return {"gradients": self.gradients + share, "activations": 0 if self.on_cuda else share}
+        return parts | {"DeepSpeed": self.reducing()}
 
 
 def memory_lines(found: Estimate) -> list[str]:

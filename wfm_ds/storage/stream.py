@@ -1,0 +1,44 @@
+"""A file of a storage as a stream that can seek, of which no more is read than is asked for."""
+
+from __future__ import annotations
+
+import io
+from typing import BinaryIO, cast
+
+from wfm_ds.storage.filesystem import read_range, version
+
+BUFFER_BYTES = 256 * 1024  # of one request: the header of most images, and many of them whole
+
+
+class Stream(io.RawIOBase):
+    """The bytes of an address. Raises FileNotFoundError and StorageError, where it is made or read."""
+
+    def __init__(self, address: str) -> None:
+        self._address, self._place = address, 0
+        self._size = int(version(address)[1])
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
+        self._place = max(0, start + offset)
+        return self._place
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        count = max(0, min(len(buffer), self._size - self._place))
+        if count:
+            buffer[:count] = read_range(self._address, self._place, count)
+        self._place += count
+        return count
+
+
+def open_stream(address: str) -> BinaryIO:
+    """Open a file of a storage. Raises FileNotFoundError and StorageError."""
+    return cast(BinaryIO, io.BufferedReader(Stream(address), BUFFER_BYTES))
