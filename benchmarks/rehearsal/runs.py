@@ -69,7 +69,7 @@ def loop_of(record: Record, recipe_name: str, overrides: Sequence[str], folder: 
         job = build.open_job(recipe, world, StopFlag(), model, data, Start(), None, held)
         parts = Exporter(job), Checkpoints(job)
         if algorithm is None:
-            loop: Loop = build.supervision(job, data, *parts, held)
+            loop: Loop = build.supervision(job, data, *parts, None, held)
         else:
             groups = build.group_source(job, algorithm, data, held)
             if isinstance(groups, PairGroups):  # the captions of other ranks' groups are not there to be gathered
