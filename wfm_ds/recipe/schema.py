@@ -27,7 +27,6 @@ from wfm_ds.recipe.sections import (
     EmaRecipe,
     EngineRecipe,
     ExportRecipe,
-    LoggingRecipe,
     LoraRecipe,
     ModelRecipe,
     OptimizerRecipe,
@@ -35,8 +34,9 @@ from wfm_ds.recipe.sections import (
     RewardRecipe,
     RolloutRecipe,
     RunRecipe,
-    ValidationRecipe,
 )
+from wfm_ds.recipe.watching import LoggingRecipe, ValidationRecipe
+from wfm_ds.recipe.weights import check_weights
 
 # Keys that not every recipe reads. A key without effect is an error.
 OF_ROLLOUTS = ("solver", "noise_level", "window", "explore", "same_noise")
@@ -139,10 +139,10 @@ class Recipe(Section):
     def rollout_precision(self) -> BasePrecision | None:
         """The precision of the base where samples are generated, without a backward pass."""
         own = None if self.rollout is None else self.rollout.base_precision
-        return own or self._forward_precision
+        return own or self.forward_precision
 
     @property
-    def _forward_precision(self) -> BasePrecision | None:
+    def forward_precision(self) -> BasePrecision | None:
         """The precision of the base in forwards of training."""
         return "fp8" if self.model.base_precision == "fp8_twice" else self.model.base_precision
 
@@ -182,15 +182,7 @@ class Recipe(Section):
         self._samples_can_be_chosen()
         if self.rollout is not None and self.rollout.cuda_graph and not self.is_async:
             self._can_be_recorded()
-        if self.rollout is not None and self.rollout.merge_lora:
-            self._lora_can_be_merged()
-        self._base_can_be_quantised()
-        if self.lora is not None:
-            self._adapters_can_be_trained(self.lora)
-        if self.model.fp8_training is not None:
-            self._can_train_in_float8()
-        if self.model.denoiser_init == "random" and self.lora is not None:
-            raise ValueError("model.denoiser_init: random trains all weights: remove the lora section")
+        check_weights(self)
         self._judges_are_held_out()
         if self.scoring is not None:
             self._waits_fit(self.scoring)
@@ -293,79 +285,6 @@ class Recipe(Section):
             raise ValueError(
                 "rollout.cuda_graph: a graph cannot hold the exchanges between the ranks of a replica; remove the key, "
                 "or set engine.sequence_parallel: 1"
-            )
-
-    def _lora_can_be_merged(self) -> None:
-        if self.lora is None:
-            raise ValueError("rollout.merge_lora: without a lora section there is nothing to merge; remove the key")
-        if self.rollout_precision is not None:
-            raise ValueError(
-                f"rollout.merge_lora: adapters cannot be merged into a base in {self.rollout_precision}; remove one of "
-                "the keys"
-            )
-        if self.rl.algorithm.compares_log_probs:
-            raise ValueError(
-                f"rollout.merge_lora: algorithm {self.algorithm.name} compares the log-probabilities of its rollouts "
-                "with those of training, and merged weights are rounded otherwise; remove the key"
-            )
-
-    def _adapters_can_be_trained(self, lora: LoraRecipe) -> None:
-        if lora.dropout and self.is_rl and self.rl.algorithm.compares_log_probs:
-            raise ValueError(
-                f"lora.dropout: algorithm {self.algorithm.name} compares the log-probabilities of its rollouts with "
-                "those of training, which dropout would change; remove the key"
-            )
-        if lora.dora and (self.model.base_precision or self.rollout_precision):
-            raise ValueError(
-                "lora.dora: the norms of a base in fewer bits are not those of its weights; remove it or base_precision"
-            )
-        whole = [key for key in ("dora", "modules_to_save") if getattr(lora, key)]
-        if whole and self.rollout is not None and self.rollout.merge_lora:
-            raise ValueError(f"rollout.merge_lora: merges plain adapters, not lora.{whole[0]}; remove one of the keys")
-
-    def _base_can_be_quantised(self) -> None:
-        if self.model.base_precision is not None and self.lora is None:
-            raise ValueError(
-                f"model.base_precision: {self.model.base_precision} is for a base that does not train: add a lora "
-                "section"
-            )
-        if self.rollout is None or self.rollout.base_precision is None:
-            return
-        if self.lora is None:
-            raise ValueError(
-                f"rollout.base_precision: {self.rollout.base_precision} is for a base that does not train: add a lora "
-                "section, or remove the key"
-            )
-        if self.rollout.base_precision == "fp8_twice":
-            raise ValueError(
-                "rollout.base_precision: fp8_twice is for a backward pass, which workers have none of: fp8"
-            )
-        if self.rollout.base_precision == self._forward_precision:
-            return
-        if self.rl.algorithm.reads_rollout_log_probs(self.rl.rollout):
-            raise ValueError(
-                f"rollout.base_precision: algorithm {self.algorithm.name} compares the log-probabilities of its "
-                "rollouts with those of training, and another base has others; set model.base_precision for both, or, "
-                "for flow_grpo, algorithm.old_log_prob: recompute with rollout.max_staleness: 0"
-            )
-
-    def _can_train_in_float8(self) -> None:
-        if self.lora is not None:
-            raise ValueError(
-                "model.fp8_training is for training all weights: remove the lora section, or set "
-                "model.base_precision: fp8, which is for the base of a LoRA"
-            )
-        if self.model.fp8_training == "torchao":
-            return
-        if self.is_rl or self.supervised.references:
-            raise ValueError(
-                f"model.fp8_training: transformer_engine: algorithm {self.algorithm.name} compares predictions of "
-                "batches of different sizes, on which they depend where a tensor has one scale; set it to torchao"
-            )
-        if self.engine.compile:
-            raise ValueError(
-                "model.fp8_training: transformer_engine has layers that torch cannot compile: remove engine.compile, "
-                "or set it to torchao"
             )
 
     def _judges_are_held_out(self) -> None:

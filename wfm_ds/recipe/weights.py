@@ -1,0 +1,96 @@
+"""What must hold between the sections that say how weights are kept and trained: model, lora, rollout and algorithm."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from wfm_ds.recipe.schema import Recipe
+    from wfm_ds.recipe.sections import LoraRecipe
+
+
+def check_weights(recipe: Recipe) -> None:
+    """Raises ValueError for precisions, adapters and an algorithm that do not go together."""
+    if recipe.rollout is not None and recipe.rollout.merge_lora:
+        _lora_can_be_merged(recipe)
+    _base_can_be_quantised(recipe)
+    if recipe.lora is not None:
+        _adapters_can_be_trained(recipe, recipe.lora)
+    if recipe.model.fp8_training is not None:
+        _can_train_in_float8(recipe)
+    if recipe.model.denoiser_init == "random" and recipe.lora is not None:
+        raise ValueError("model.denoiser_init: random trains all weights: remove the lora section")
+
+
+def _lora_can_be_merged(recipe: Recipe) -> None:
+    if recipe.lora is None:
+        raise ValueError("rollout.merge_lora: without a lora section there is nothing to merge; remove the key")
+    if recipe.rollout_precision is not None:
+        raise ValueError(
+            f"rollout.merge_lora: adapters cannot be merged into a base in {recipe.rollout_precision}; remove one of "
+            "the keys"
+        )
+    if recipe.rl.algorithm.compares_log_probs:
+        raise ValueError(
+            f"rollout.merge_lora: algorithm {recipe.algorithm.name} compares the log-probabilities of its rollouts "
+            "with those of training, and merged weights are rounded otherwise; remove the key"
+        )
+
+
+def _adapters_can_be_trained(recipe: Recipe, lora: LoraRecipe) -> None:
+    if lora.dropout and recipe.is_rl and recipe.rl.algorithm.compares_log_probs:
+        raise ValueError(
+            f"lora.dropout: algorithm {recipe.algorithm.name} compares the log-probabilities of its rollouts with "
+            "those of training, which dropout would change; remove the key"
+        )
+    if lora.dora and (recipe.model.base_precision or recipe.rollout_precision):
+        raise ValueError(
+            "lora.dora: the norms of a base in fewer bits are not those of its weights; remove it or base_precision"
+        )
+    whole = [key for key in ("dora", "modules_to_save") if getattr(lora, key)]
+    if whole and recipe.rollout is not None and recipe.rollout.merge_lora:
+        raise ValueError(f"rollout.merge_lora: merges plain adapters, not lora.{whole[0]}; remove one of the keys")
+
+
+def _base_can_be_quantised(recipe: Recipe) -> None:
+    if recipe.model.base_precision is not None and recipe.lora is None:
+        raise ValueError(
+            f"model.base_precision: {recipe.model.base_precision} is for a base that does not train: add a lora section"
+        )
+    if recipe.rollout is None or recipe.rollout.base_precision is None:
+        return
+    if recipe.lora is None:
+        raise ValueError(
+            f"rollout.base_precision: {recipe.rollout.base_precision} is for a base that does not train: add a lora "
+            "section, or remove the key"
+        )
+    if recipe.rollout.base_precision == "fp8_twice":
+        raise ValueError("rollout.base_precision: fp8_twice is for a backward pass, which workers have none of: fp8")
+    if recipe.rollout.base_precision == recipe.forward_precision:
+        return
+    if recipe.rl.algorithm.reads_rollout_log_probs(recipe.rl.rollout):
+        raise ValueError(
+            f"rollout.base_precision: algorithm {recipe.algorithm.name} compares the log-probabilities of its "
+            "rollouts with those of training, and another base has others; set model.base_precision for both, or, "
+            "for flow_grpo, algorithm.old_log_prob: recompute with rollout.max_staleness: 0"
+        )
+
+
+def _can_train_in_float8(recipe: Recipe) -> None:
+    if recipe.lora is not None:
+        raise ValueError(
+            "model.fp8_training is for training all weights: remove the lora section, or set "
+            "model.base_precision: fp8, which is for the base of a LoRA"
+        )
+    if recipe.model.fp8_training == "torchao":
+        return
+    if recipe.is_rl or recipe.supervised.references:
+        raise ValueError(
+            f"model.fp8_training: transformer_engine: algorithm {recipe.algorithm.name} compares predictions of "
+            "batches of different sizes, on which they depend where a tensor has one scale; set it to torchao"
+        )
+    if recipe.engine.compile:
+        raise ValueError(
+            "model.fp8_training: transformer_engine has layers that torch cannot compile: remove engine.compile, "
+            "or set it to torchao"
+        )
