@@ -35,11 +35,14 @@ from wfm_ds.monitoring.monitor import Monitor
 from wfm_ds.recipe.deepspeed import deepspeed_config
 from wfm_ds.recipe.derived import derive
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.run.estimate import memory_lines
+from wfm_ds.run.fit import verdict
 from wfm_ds.run.folder import Start, find_start
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
 from wfm_ds.training.language import HeldOut, LanguageJob, LanguageLoop
-from wfm_ds.training.preflight import beginning
+from wfm_ds.training.language_estimate import fullest_row, language_estimate
+from wfm_ds.training.preflight import beginning, gpu_memory
 
 if TYPE_CHECKING:
     from wfm_ds.run.mirror import Mirror
@@ -166,7 +169,7 @@ def row_order(recipe: Recipe, data: LanguageData) -> RowOrder:
 
 
 def row_work(recipe: Recipe, model: LanguageModel) -> RowWork:
-    """What rows will cost, of a model that is still whole and has no adapters."""
+    """Make the counter of what rows cost, of a model that is still whole and has no adapters."""
     return RowWork(trained_shadow(recipe, model), checkpointing=recipe.model.gradient_checkpointing)
 
 
@@ -213,12 +216,16 @@ def report(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> str:
     if recipe.lora is not None and not adapted(recipe, ready.model):
         named = ", ".join(recipe.lora.target_modules or [])
         raise RecipeError(f"lora.target_modules: no linear layer ends with {named}")
+    row = fullest_row(recipe, ready.data, row_order(recipe, ready.data))
+    sizes = language_estimate(recipe, ready.model, trained_shadow(recipe, ready.model), row, world_size)
     lines = [
         f"recipe                     {recipe.algorithm.name}, {'LoRA' if recipe.lora else 'all weights'}",
         f"model                      {ready.model.path}, {ready.model.num_parameters / 1e9:.3g} billion parameters",
         f"data                       {counted(recipe, ready.data)}",
         f"output                     {beginning(start)}",
         *derive(recipe, world_size).lines(),
+        *memory_lines(sizes, of="model"),
+        verdict(recipe, sizes, gpu_memory()),
         "all checks passed",
     ]
     return "\n".join(lines)
