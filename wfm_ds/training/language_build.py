@@ -31,6 +31,7 @@ from wfm_ds.language.packing import RowOrder
 from wfm_ds.language.render import Renderer
 from wfm_ds.language.rows import RowMaker, SampleReader
 from wfm_ds.language.source import RowSource
+from wfm_ds.models.hub import name_of
 from wfm_ds.monitoring.monitor import Monitor
 from wfm_ds.recipe.deepspeed import deepspeed_config
 from wfm_ds.recipe.derived import derive
@@ -38,6 +39,7 @@ from wfm_ds.recipe.schema import Recipe
 from wfm_ds.run.estimate import memory_lines
 from wfm_ds.run.fit import verdict
 from wfm_ds.run.folder import Start, find_start
+from wfm_ds.run.hub_model import at_commit
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
 from wfm_ds.training.language import HeldOut, LanguageJob, LanguageLoop
@@ -86,7 +88,7 @@ def made_ready(recipe: Recipe, world: World, advised: Advised) -> Ready:
     def loaded() -> LanguageModel:
         check_settings(recipe, world.size)
         with advised(lambda: "start"):
-            model = load(recipe.model.path, DTYPES[recipe.model.dtype])
+            model = load(recipe.model.path, DTYPES[recipe.model.dtype], recipe.model.revision)
         if recipe.engine.sequence_parallel > 1:
             sequence.check(model.network, recipe.engine.sequence_parallel)
         return model
@@ -211,6 +213,7 @@ def build_engine(recipe: Recipe, world: World, model: LanguageModel) -> Denoiser
 
 def report(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> str:
     """Return what `--check` prints when all is well. Raises UserError otherwise."""
+    recipe = at_commit(recipe, overwrite=overwrite)
     start = find_start(recipe, world_size, overwrite=overwrite)
     ready = made_ready(recipe, World.alone(), lambda _: contextlib.nullcontext())
     if recipe.lora is not None and not adapted(recipe, ready.model):
@@ -220,7 +223,7 @@ def report(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> str:
     sizes = language_estimate(recipe, ready.model, trained_shadow(recipe, ready.model), row, world_size)
     lines = [
         f"recipe                     {recipe.algorithm.name}, {'LoRA' if recipe.lora else 'all weights'}",
-        f"model                      {ready.model.path}, {ready.model.num_parameters / 1e9:.3g} billion parameters",
+        f"model                      {name_of(ready.model.path)}, {sizes.total / 1e9:.3g} billion parameters",
         f"data                       {counted(recipe, ready.data)}",
         f"output                     {beginning(start)}",
         *derive(recipe, world_size).lines(),
