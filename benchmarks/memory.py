@@ -38,7 +38,7 @@ BFLOAT16 = 2
 
 
 def shipped() -> list[Path]:
-    """The full-size recipes of diffusion models: the memory of language models is not estimated."""
+    """The full-size recipes of diffusion models: that of language models depends on the data (`--check`)."""
     found = sorted(RECIPES.glob("*.yaml"))
     return [path for path in found if not recipe_file.load(path, []).algorithm.trains_language]
 

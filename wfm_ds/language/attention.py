@@ -30,9 +30,14 @@ def install(network: nn.Module) -> bool:
     decoder = bare.model.language_model
     if decoder.config._attn_implementation != "sdpa" or has_windows(network):
         return False
-    AttentionInterface.register(NAME, attend)
+    register()
     decoder.config._attn_implementation = NAME
     return True
+
+
+def register() -> None:
+    """Have transformers know this attention by its name."""
+    AttentionInterface.register(NAME, attend)
 
 
 def attend(

@@ -132,7 +132,7 @@ def _squares(length: int, part: int) -> int:
 
 
 def place(name: str) -> Place:
-    """Where in a forward a module or parameter stands: what is smaller is done before."""
+    """Return the place of a module or parameter in a forward: what is smaller is done before."""
     words = name.split(".")
     number = next((int(word) for word in words if word.isdigit()), 0)
     if name.startswith(VISION):
@@ -149,7 +149,7 @@ def place(name: str) -> Place:
 
 
 def first_trained(network: nn.Module) -> Place:
-    """Where gradients of a backward pass end."""
+    """Return the place at which gradients of a backward pass end."""
     return min(place(name) for name, parameter in network.named_parameters() if parameter.requires_grad)
 
 

@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextTo
 
 from wfm_ds.errors import ModelError
 from wfm_ds.language.annotations import Kind
+from wfm_ds.language.location import resolve
 from wfm_ds.language.rows import RowBatch, Sample
 from wfm_ds.language.sequence import own_labels
 from wfm_ds.models.base import without_progress_bars
-from wfm_ds.models.registry import TINY, cached_tiny
 from wfm_ds.ulysses.exchange import gather
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -152,19 +152,6 @@ def _losses(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), targets, reduction="none")
 
 
-def resolve(path: str) -> Path:
-    """The folder of a model: `path` itself, or for `tiny:FAMILY` one that is made once in the cache. ModelError if it
-    is none."""
-    if path.startswith(TINY):
-        return cached_tiny(path.removeprefix(TINY))
-    folder = Path(path).expanduser()
-    if not (folder / "config.json").is_file():
-        raise ModelError(
-            f"{folder} has no config.json; model.path must name the folder of a vision-language model or tiny:qwen25vl"
-        )
-    return folder
-
-
 def check_folder(folder: Path) -> Any:
     """The config of the model in a folder. ModelError if it is not one that rows are made for."""
     try:
@@ -176,10 +163,10 @@ def check_folder(folder: Path) -> Any:
     return config
 
 
-def load(path: str, dtype: torch.dtype) -> LanguageModel:
+def load(path: str, dtype: torch.dtype, revision: str | None = None) -> LanguageModel:
     """Load a model with its weights as they are stored; an engine gives them their dtype and place. ModelError if it
     cannot be loaded."""
-    folder = resolve(path)
+    folder = resolve(path, revision)
     check_folder(folder)
     try:
         with without_progress_bars():

@@ -56,8 +56,9 @@ class ModelRecipe(Section):
     """The diffusers pipeline to train."""
 
     path: PossiblePath
-    """A diffusers pipeline folder; `owner/name` of one on the Hugging Face hub, which is fetched to the hub's cache
-    (docs/models.md); or `tiny:FAMILY` for a random tiny pipeline (made once, in the user's cache)."""
+    """A diffusers pipeline folder (vlm_sft: a model's, as transformers saves it); `owner/name` of one on the Hugging
+    Face hub, which is fetched to the hub's cache (docs/models.md); or `tiny:FAMILY` for a random tiny one (made once,
+    in the user's cache)."""
     revision: Annotated[str, Field(min_length=1)] | None = None
     """Branch, tag or commit of a pipeline of the hub. Unset: main. The run's own recipe.yaml has the commit, which a
     resumed run takes."""

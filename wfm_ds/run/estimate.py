@@ -272,8 +272,8 @@ class _Sums(EngineSums):
         return parts | {"DeepSpeed": self.reducing()}
 
 
-def memory_lines(found: Estimate) -> list[str]:
-    """The estimate as a table of GiB for `--check`: a line a part, a column a phase."""
+def memory_lines(found: Estimate, *, of: str = "denoiser") -> list[str]:
+    """The estimate as a table of GiB for `--check`: a line a part, a column a phase. of: what it trains."""
     names = list(found.phases)
     parts = list(dict.fromkeys(part for of_phase in found.phases.values() for part in of_phase))
     rows = [(part, [found.phases[name].get(part, 0) for name in names]) for part in parts]
@@ -281,7 +281,7 @@ def memory_lines(found: Estimate) -> list[str]:
     widths = [max(len(name), 7) for name in names]
     head = "  ".join(f"{name:>{width}}" for name, width in zip(names, widths, strict=True))
     lines = [
-        f"denoiser parameters        {found.total:,}, trained {found.trained:,}",
+        f"{of + ' parameters':27}{found.total:,}, trained {found.trained:,}",
         f"memory a rank, estimated   {found.peak / GIB:.2f} GiB at its peak, in the phase {found.peak_phase} "
         f"(ZeRO stage {found.stage}, {found.world_size} rank{'s' * (found.world_size != 1)})",
         f"  {'GiB':18}{head}",

@@ -34,6 +34,8 @@ def smallest_gpu(needed: int) -> int | None:
 
 def advice(recipe: Recipe, found: Estimate) -> list[str]:
     """The keys that lower the peak, those first that act on what is largest there."""
+    if recipe.algorithm.trains_language:
+        return language_keys(recipe)
     phase = found.phases[found.peak_phase]
     told: list[str] = []
     for part in sorted(phase, key=lambda name: -phase[name]):

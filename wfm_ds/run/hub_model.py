@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from wfm_ds.language import location
 from wfm_ds.models import hub, registry
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.run import layout
@@ -24,11 +25,11 @@ def at_commit(recipe: Recipe, *, overwrite: bool = False) -> Recipe:
     Raises ModelError where the hub cannot say, and what reading the run's recipe raises.
     """
     path, revision = recipe.model.path, recipe.model.revision
-    if recipe.algorithm.trains_language or not hub.is_id(path) or hub.is_commit(revision):
+    if not hub.is_id(path) or hub.is_commit(revision):
         return recipe
     commit = None if overwrite else began_with(recipe)
     if commit is None:
-        commit = registry.locate(path, recipe.model.family, revision).name
+        commit = located(recipe).name
     elif revision is not None:
         log.info("model.revision %s: this run goes on with %s, the commit that it began with", revision, commit)
     return with_revision(recipe, commit)
@@ -66,9 +67,23 @@ def fetch(recipe: Recipe, world: World) -> None:
     """Bring the model of the hub to the cache of each machine, where one process fetches while the others wait as long
     as it takes; collective. A ModelError anywhere is raised on all ranks."""
     model = recipe.model
-    if recipe.algorithm.trains_language:  # of a folder on this machine
-        return
     if not world.broadcast(hub.is_id(model.path)):  # as rank 0 sees it: a folder here may be missing elsewhere
         return
     log.info("model %s @ %s", model.path, str(model.revision)[:7])
-    world.patiently(lambda: str(registry.resolve(model.path, model.family, model.revision)), here=world.local_rank == 0)
+    world.patiently(lambda: str(complete(recipe)), here=world.local_rank == 0)
+
+
+def located(recipe: Recipe) -> Path:
+    """Return the folder of a model of which little more than its commit is known yet. Raises ModelError."""
+    model = recipe.model
+    if recipe.algorithm.trains_language:
+        return location.locate(model.path, model.revision)
+    return registry.locate(model.path, model.family, model.revision)
+
+
+def complete(recipe: Recipe) -> Path:
+    """Return the folder of a model, once all its files are there. Raises ModelError."""
+    model = recipe.model
+    if recipe.algorithm.trains_language:
+        return location.resolve(model.path, model.revision)
+    return registry.resolve(model.path, model.family, model.revision)

@@ -31,16 +31,21 @@ from wfm_ds.language.packing import RowOrder
 from wfm_ds.language.render import Renderer
 from wfm_ds.language.rows import RowMaker, SampleReader
 from wfm_ds.language.source import RowSource
+from wfm_ds.models.hub import name_of
 from wfm_ds.monitoring.monitor import Monitor
 from wfm_ds.monitoring.trackers.choice import open_trackers, require_trackers
 from wfm_ds.recipe.deepspeed import deepspeed_config
 from wfm_ds.recipe.derived import derive
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.run.estimate import memory_lines
+from wfm_ds.run.fit import verdict
 from wfm_ds.run.folder import Start, find_start
+from wfm_ds.run.hub_model import at_commit
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
 from wfm_ds.training.language import HeldOut, LanguageJob, LanguageLoop
-from wfm_ds.training.preflight import beginning
+from wfm_ds.training.language_estimate import fullest_row, language_estimate
+from wfm_ds.training.preflight import beginning, gpu_memory
 
 if TYPE_CHECKING:
     from wfm_ds.run.mirror import Mirror
@@ -84,7 +89,7 @@ def made_ready(recipe: Recipe, world: World, advised: Advised) -> Ready:
     def loaded() -> LanguageModel:
         check_settings(recipe, world.size)
         with advised(lambda: "start"):
-            model = load(recipe.model.path, DTYPES[recipe.model.dtype])
+            model = load(recipe.model.path, DTYPES[recipe.model.dtype], recipe.model.revision)
         if recipe.engine.sequence_parallel > 1:
             sequence.check(model.network, recipe.engine.sequence_parallel)
         return model
@@ -169,7 +174,7 @@ def row_order(recipe: Recipe, data: LanguageData) -> RowOrder:
 
 
 def row_work(recipe: Recipe, model: LanguageModel) -> RowWork:
-    """What rows will cost, of a model that is still whole and has no adapters."""
+    """Make the counter of what rows cost, of a model that is still whole and has no adapters."""
     return RowWork(trained_shadow(recipe, model), checkpointing=recipe.model.gradient_checkpointing)
 
 
@@ -211,17 +216,22 @@ def build_engine(recipe: Recipe, world: World, model: LanguageModel) -> Denoiser
 
 def report(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> str:
     """Return what `--check` prints when all is well. Raises UserError otherwise."""
+    recipe = at_commit(recipe, overwrite=overwrite)
     start = find_start(recipe, world_size, overwrite=overwrite)
     ready = made_ready(recipe, World.alone(), lambda _: contextlib.nullcontext())
     if recipe.lora is not None and not adapted(recipe, ready.model):
         named = ", ".join(recipe.lora.target_modules or [])
         raise RecipeError(f"lora.target_modules: no linear layer ends with {named}")
+    row = fullest_row(recipe, ready.data, row_order(recipe, ready.data))
+    sizes = language_estimate(recipe, ready.model, trained_shadow(recipe, ready.model), row, world_size)
     lines = [
         f"recipe                     {recipe.algorithm.name}, {'LoRA' if recipe.lora else 'all weights'}",
-        f"model                      {ready.model.path}, {ready.model.num_parameters / 1e9:.3g} billion parameters",
+        f"model                      {name_of(ready.model.path)}, {sizes.total / 1e9:.3g} billion parameters",
         f"data                       {counted(recipe, ready.data)}",
         f"output                     {beginning(start)}",
         *derive(recipe, world_size).lines(),
+        *memory_lines(sizes, of="model"),
+        verdict(recipe, sizes, gpu_memory()),
         "all checks passed",
     ]
     return "\n".join(lines)

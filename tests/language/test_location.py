@@ -1,0 +1,52 @@
+"""Models by owner/name: what is fetched of them from a hub on this machine, and what is said without one."""
+
+import shutil
+
+import pytest
+import torch
+
+from hub_server import Repo, files_of, hub_server, use
+from wfm_ds.data.squares import write_squares
+from wfm_ds.errors import ModelError
+from wfm_ds.language import location
+from wfm_ds.language import model as language_model
+from wfm_ds.models.registry import cached_tiny
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.run.hub_model import at_commit
+
+NAME = "Qwen/Qwen3-VL-2B-Instruct"
+EXTRA = {"README.md": b"# card", "original/consolidated.safetensors": b"for another program", "model.bin": b"a pickle"}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with hub_server() as running:
+        yield running
+
+
+def test_a_model_is_fetched_once_and_offline_one_sentence_says_how(server, root, tmp_path, monkeypatch):
+    tiny = files_of(cached_tiny("qwen3vl"))
+    server.repos = {NAME: Repo(tiny | EXTRA, branches=("main",))}
+    use(monkeypatch, url=server.url, cache=tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    write_squares(tmp_path / "squares")
+    places = [f"data.path={tmp_path}/squares/annotations.json", f"run.output_dir={tmp_path / 'run'}"]
+    recipe = recipe_file.load(root / "recipes" / "tiny" / "reason_llava_sft.yaml", [*places, f"model.path={NAME}"])
+    assert at_commit(recipe).model.revision == server.repos[NAME].commit
+    assert server.sent == ["config.json"]  # no more to know what a run would begin with
+    folder = location.resolve(NAME)
+    assert files_of(folder) == tiny
+    server.sent.clear()
+    use(monkeypatch, url="http://127.0.0.1:9", cache=tmp_path / "cache", offline=True)
+    assert language_model.load(NAME, torch.float32).path == folder
+    assert not server.sent
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(ModelError, match=rf'on a machine with a network: hf download {NAME} --exclude "\*\.bin"$'):
+        location.resolve(NAME)
+
+
+def test_a_revision_is_for_the_hub_alone():
+    with pytest.raises(ModelError, match=r"model\.revision main is for a repository of the hub"):
+        location.locate("tiny:qwen25vl", "main")
+    with pytest.raises(ModelError, match=r"none has no config\.json"):
+        location.locate("none")
