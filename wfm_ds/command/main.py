@@ -23,7 +23,7 @@ COMMANDS = {
     "models": ("wfm_ds.command.models", "list the model families, or tell what a pipeline folder is"),
     "rewards": ("wfm_ds.command.rewards", "list the rewards, or tell what one measures and takes"),
     "generate": ("wfm_ds.generate", "draw prompts with a pipeline, with or without what a run exported"),
-    "answer": ("wfm_ds.answer", "ask a vision-language model about images and videos"),
+    "answer": ("wfm_ds.command.answer", "ask a vision-language model about images and videos"),
     "convert": ("wfm_ds.convert", "turn a checkpoint into files that plain diffusers loads"),
     "page": ("wfm_ds.monitoring.page", "write the page of runs that ended before there was one"),
     "doctor": ("wfm_ds.doctor.command", "check this machine, and what a recipe needs of it"),

@@ -1,24 +1,22 @@
-"""`python -m wfm_ds.answer MODEL --image a.png "question"`: what a vision-language model answers, word after word the
-likeliest. For a look; programs that serve models are faster."""
+"""`wfm answer MODEL --image a.png "question"`: what a vision-language model answers, token by token the likeliest."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from wfm_ds.errors import ModelError, UserError
 from wfm_ds.generate import positive
-from wfm_ds.program import Parser, program
+from wfm_ds.program import Parser
 
 ADAPTER_CONFIG = "adapter_config.json"
 
 
 def parser() -> Parser:
     p = Parser(
-        prog="python -m wfm_ds.answer",
+        prog="wfm answer",
         description="Ask a vision-language model, with or without what a run exported.",
         epilog='Example: %(prog)s outputs/run/safetensors/step_100 --image a.png "what is this?"',
     )
@@ -35,10 +33,6 @@ def parser() -> Parser:
     p.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16 on a GPU, else float32")
     p.add_argument("--device", help="default: cuda if there is one, else cpu")
     return p
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return program(parser(), run, argv)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -119,7 +113,3 @@ def answered(network: Any, model: Any, sample: Any, max_tokens: int, device: Any
             **seconds,
         )
     return str(model.tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)).strip()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

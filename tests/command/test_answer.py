@@ -7,9 +7,13 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from clips import write_clip
-from wfm_ds import answer
+from wfm_ds.command.main import main
 from wfm_ds.models.registry import cached_tiny
 from wfm_ds.models.tiny.parts.chat import MEDIA
+
+
+def ask(words):
+    return main(["answer", *words])
 
 
 @pytest.fixture
@@ -21,7 +25,7 @@ def media(tmp_path):
 
 @pytest.mark.parametrize("family", ["qwen25vl", "qwen3vl"])
 def test_an_answer_is_the_likeliest_text(media, capsys, family):
-    assert answer.main([f"tiny:{family}", "--image", str(media / "a.png"), "the square is", "--tokens", "5"]) == 0
+    assert ask([f"tiny:{family}", "--image", str(media / "a.png"), "the square is", "--tokens", "5"]) == 0
     said = capsys.readouterr().out
     folder = cached_tiny(family)
     from transformers import AutoImageProcessor, AutoTokenizer
@@ -54,15 +58,15 @@ def test_an_adapter_finds_its_base(media, capsys):
     network.peft_config["default"].base_model_name_or_path = str(cached_tiny("qwen25vl"))
     network.save_pretrained(media / "lora")
     asked = ["--video", str(media / "clip.mp4"), "what is it", "--tokens", "4"]
-    assert answer.main([str(media / "lora"), *asked]) == answer.main(["tiny:qwen25vl", *asked]) == 0
+    assert ask([str(media / "lora"), *asked]) == ask(["tiny:qwen25vl", *asked]) == 0
     with_adapter, without = capsys.readouterr().out.splitlines()[:2]
     assert with_adapter != without
 
 
 def test_what_cannot_be_asked_is_said_in_a_sentence(media, capsys):
-    assert answer.main(["tiny:qwen25vl", "--image", str(media / "none.png"), "?"]) == 2
+    assert ask(["tiny:qwen25vl", "--image", str(media / "none.png"), "?"]) == 2
     assert "none.png" in capsys.readouterr().err
-    assert answer.main(["tiny:qwen25vl", "<image> ?"]) == 2
+    assert ask(["tiny:qwen25vl", "<image> ?"]) == 2
     assert "1 <image> tags, 0 images" in capsys.readouterr().err
-    assert answer.main([str(media), "?"]) == 2
+    assert ask([str(media), "?"]) == 2
     assert "has no config.json" in capsys.readouterr().err
