@@ -214,6 +214,7 @@ def test_other_code_is_left_alone(text):
         "import wfm_ds.train as t; t.parser().format_help()",
         "import wfm_ds.convert as c; c.parser().format_help()",
         "import wfm_ds.generate as g; g.parser().format_help()",
+        "import wfm_ds.command.answer as a; a.parser().format_help()",
         "import wfm_ds.rollout.worker as w; w.parser().format_help()",
         "import wfm_ds.migrate.command as m; m.parser().format_help()",
         "import wfm_ds.doctor.command as d; d.parser().format_help()",

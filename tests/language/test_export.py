@@ -69,6 +69,23 @@ def test_a_full_export_is_a_folder_that_transformers_loads(model, tmp_path):
     exported(model, tmp_path / "out", frozen=frozen)  # in place of the first
 
 
+def test_experts_are_stored_the_way_round_that_the_base_has_them(tmp_path):
+    """Released mixtures have them turned, and programs that serve models read them so."""
+    write_tiny("qwen3vlmoe", tmp_path / "base")
+    file = tmp_path / "base" / "model.safetensors"
+    released = {name: t.mT.contiguous() if ".experts." in name else t for name, t in load_file(file).items()}
+    save_file(released, file, metadata={"format": "pt"})
+    model = language_model.load(str(tmp_path / "base"), torch.float32)
+    folder = exported(model, tmp_path / "out", frozen=model.frozen(["vision"]))
+    written = load_file(folder / "model.safetensors")
+    assert {name: t.shape for name, t in written.items()} == {name: t.shape for name, t in released.items()}
+    again = loaded(folder)
+    for name, parameter in model.network.named_parameters():
+        if ".experts." in name:
+            assert torch.equal(again.get_parameter(name), (parameter + 0.5).detach().bfloat16()), name
+            assert torch.equal(written[name].mT, (parameter + 0.5).detach().bfloat16())
+
+
 def test_weights_have_the_names_of_the_base(model, tmp_path):
     """Older folders have other names, which programs that serve models may know alone."""
     file = model.path / "model.safetensors"

@@ -220,6 +220,7 @@ def test_five_steps_are_those_of_transformers_trainer(one_rank, tmp_path):
         pytest.param("qwen25vl", "zero1", marks=pytest.mark.slow),
         pytest.param("qwen25vl", "zero2", marks=pytest.mark.slow),
         pytest.param("qwen3vl", "zero3", marks=pytest.mark.slow),
+        pytest.param("qwen3vlmoe", "zero3", marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_train_what_one_does(one_rank, two_ranks, data, tmp_path, family, stage):

@@ -175,10 +175,18 @@ def test_heads_that_the_ranks_do_not_divide():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "stage"), [("qwen25vl", "zero2"), ("qwen3vl", "zero3")])
-def test_a_run_of_one_replica_is_the_run_of_one_rank(one_rank, two_ranks, squares, tmp_path, family, stage):
+@pytest.mark.parametrize(
+    ("family", "stage", "changes"),
+    [
+        ("qwen25vl", "zero2", []),
+        ("qwen3vl", "zero3", []),
+        ("qwen3vl", "zero2", ["lora={rank: 4, alpha: 8}"]),
+        ("qwen25vl", "zero3", ["algorithm.freeze=[vision, merger]"]),
+    ],
+)
+def test_a_run_of_one_replica_is_the_run_of_one_rank(one_rank, two_ranks, squares, tmp_path, family, stage, changes):
     same = ["optimizer.lr=1e-2", EPS, "run.steps=3", "data.max_tokens=96", "validation.every=2"]
-    same += ["engine.micro_batch_size=1", "engine.gradient_accumulation=2"]
+    same += ["engine.micro_batch_size=1", "engine.gradient_accumulation=2", *changes]
     one, two = tmp_path / "one", tmp_path / "two"
     one_rank.run(train_on_rank, **settings(squares, one, *same, model=f"tiny:{family}"))
     shared = ["engine.sequence_parallel=2", f"engine.deepspeed={stage}", "model.gradient_checkpointing=true"]

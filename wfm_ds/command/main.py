@@ -24,6 +24,7 @@ COMMANDS = {
     "rewards": ("wfm_ds.command.rewards", "list the rewards, or tell what one measures and takes"),
     "generate": ("wfm_ds.generate", "draw prompts with a pipeline, with or without what a run exported"),
     "evaluate": ("wfm_ds.command.evaluate", "compare models on the same prompts and seeds, and tell who was fooled"),
+    "answer": ("wfm_ds.command.answer", "ask a vision-language model about images and videos"),
     "convert": ("wfm_ds.convert", "turn a checkpoint or LoRA into files that diffusers or another tool loads"),
     "page": ("wfm_ds.monitoring.page", "write the page of runs that ended before there was one"),
     "doctor": ("wfm_ds.doctor.command", "check this machine, and what a recipe needs of it"),

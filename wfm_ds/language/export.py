@@ -67,14 +67,22 @@ class BaseWeights:
 
     def __init__(self, folder: Path) -> None:
         self._file_of: dict[str, Path] = {}
+        self._shapes: dict[str, torch.Size] = {}
         for file in sorted(folder.glob("*.safetensors")):
             with _readable(file) as opened:
                 self._file_of |= dict.fromkeys(opened.keys(), file)
+                self._shapes |= {name: torch.Size(opened.get_slice(name).get_shape()) for name in sorted(opened.keys())}
 
     def own_name(self, name: str) -> str:
         """The name that the folder has for one of transformers' names; that itself if it has none."""
         older = [old + name.removeprefix(new) for new, old in RENAMED if name.startswith(new)]
         return next((known for known in (name, *older) if known in self._file_of), name)
+
+    def stored(self, own: str, shape: torch.Size) -> torch.Size:
+        """The shape that the folder has for a tensor of this one. Transformers turns the experts of released mixtures
+        as it loads them: other programs want them as they were."""
+        there = self._shapes.get(own, shape)
+        return there if len(shape) == 3 and there == turned(shape) else shape
 
     def tensor(self, name: str) -> Tensor:
         """A tensor by the folder's own name. Raises ModelError."""
@@ -83,6 +91,11 @@ class BaseWeights:
         with _readable(self._file_of[name]) as opened:
             found: Tensor = opened.get_tensor(name)
         return found
+
+
+def turned(shape: torch.Size) -> torch.Size:
+    """Exchange the last two of three sizes."""
+    return torch.Size((shape[0], shape[2], shape[1]))
 
 
 @contextlib.contextmanager
@@ -167,9 +180,10 @@ def _write_model(
     files = [f for f in target.base.iterdir() if f.is_file() and not f.name.endswith(WEIGHTS) and f.name != CONFIG]
     share_files(target.base, making, sorted(files))
     _write_config(target.base, making, dtype)
+    named = {base.own_name(name): spec for name, spec in target.specs.items()}
     specs = {
-        base.own_name(name): Spec(dtype if spec.dtype.is_floating_point else spec.dtype, spec.shape)
-        for name, spec in target.specs.items()
+        own: Spec(dtype if spec.dtype.is_floating_point else spec.dtype, base.stored(own, spec.shape))
+        for own, spec in named.items()
     }
     shards = planned_shards(specs, SHARD_BYTES, STEM)
     if len(shards) > 1:
@@ -185,9 +199,10 @@ def _write_model(
             places |= dict.fromkeys(shard, file)
         for name, tensor in tensors:
             own = base.own_name(name)
-            if own not in left or left[own].shape != tensor.shape:
+            if own not in left or named[own].shape != tensor.shape:
                 raise ModelError(f"{name} is no tensor of {target.base}, or came twice: the export was given up")
-            places[own].write(own, tensor.to(left.pop(own).dtype))
+            spec = left.pop(own)
+            places[own].write(own, (tensor if spec.shape == tensor.shape else tensor.mT.contiguous()).to(spec.dtype))
         for own, spec in left.items():  # what training left as it was
             places[own].write(own, base.tensor(own).to(spec.dtype))
 

@@ -18,10 +18,10 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextTo
 
 from wfm_ds.errors import ModelError
 from wfm_ds.language.annotations import Kind
-from wfm_ds.language.location import resolve
 from wfm_ds.language.rows import RowBatch, Sample
 from wfm_ds.language.sequence import own_labels
 from wfm_ds.models.base import without_progress_bars
+from wfm_ds.models.language_location import resolve
 from wfm_ds.ulysses.exchange import gather
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

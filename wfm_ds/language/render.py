@@ -55,16 +55,28 @@ class Renderer:
         Raises BadConversation for text that holds a mark of media, ModelError for a template that cannot be used.
         """
         text = self._text(conversation.turns)
-        places = list(self._place.finditer(text))
-        media = [self.pads[medium.kind] for medium in conversation.media]
-        if [place["pad"] for place in places] != media:
-            raise BadConversation("turn", conversation.id, "its text holds a mark that stands for media")
         answers = [(0, len(text))] if self.train_on == "all" else self._answers(conversation, text)
-        whole, moved = spliced(text, [(*place.span(), new) for place, new in zip(places, expansions, strict=True)])
+        whole, moved = self._expanded(text, conversation, expansions)
         spans = [(moved(start), moved(end)) for start, end in answers]
         encoded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
         return Tokens(ids, self._labels(ids, offsets, spans))
+
+    def question(self, conversation: Conversation, expansions: Sequence[str]) -> Tokens:
+        """Tokens up to where the model is to answer, without labels. Raises as `render` does."""
+        whole, _ = self._expanded(self._text(conversation.turns, ask=True), conversation, expansions)
+        ids = list(self.tokenizer(whole, add_special_tokens=False)["input_ids"])
+        return Tokens(ids, [IGNORED] * len(ids))
+
+    def _expanded(
+        self, text: str, conversation: Conversation, expansions: Sequence[str]
+    ) -> tuple[str, Callable[[int], int]]:
+        """Put the texts of media in their places. Returns the text, and where a place outside of them has gone to."""
+        places = list(self._place.finditer(text))
+        media = [self.pads[medium.kind] for medium in conversation.media]
+        if [place["pad"] for place in places] != media:
+            raise BadConversation("turn", conversation.id, "its text holds a mark that stands for media")
+        return spliced(text, [(*place.span(), new) for place, new in zip(places, expansions, strict=True)])
 
     def _text(self, turns: Sequence[Turn], *, ask: bool = False) -> str:
         messages = [{"role": turn.role, "content": _content(turn)} for turn in turns]

@@ -89,10 +89,7 @@ class SampleReader:
 
     def tokens(self, conversation: Conversation) -> tuple[Tokens, list[Sized]]:
         """Tokens of a conversation, and what they depend on. Raises BadConversation."""
-        try:
-            sized = [self._media.sized(medium) for medium in conversation.media]
-        except BadMedia as error:
-            raise BadConversation("media", conversation.id, str(error)) from error
+        sized = self._sized(conversation)
         tokens = self._renderer.render(conversation, [self._expansion(medium) for medium in sized])
         if len(tokens) > self._max_tokens:
             tokens = self._cut(conversation, tokens)
@@ -112,7 +109,21 @@ class SampleReader:
 
     def read(self, conversation: Conversation) -> Sample:
         """The conversation with its pixels. Raises BadConversation."""
-        tokens, sized = self.tokens(conversation)
+        return self._with_pixels(conversation, *self.tokens(conversation))
+
+    def read_question(self, conversation: Conversation) -> Sample:
+        """A conversation that ends with a question, up to where the model is to answer. Raises BadConversation."""
+        sized = self._sized(conversation)
+        tokens = self._renderer.question(conversation, [self._expansion(medium) for medium in sized])
+        return self._with_pixels(conversation, tokens, sized)
+
+    def _sized(self, conversation: Conversation) -> list[Sized]:
+        try:
+            return [self._media.sized(medium) for medium in conversation.media]
+        except BadMedia as error:
+            raise BadConversation("media", conversation.id, str(error)) from error
+
+    def _with_pixels(self, conversation: Conversation, tokens: Tokens, sized: Sequence[Sized]) -> Sample:
         try:
             pixels = [(medium.kind, self._media.read(medium)) for medium in conversation.media]
         except BadMedia as error:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wfm_ds.language import location
-from wfm_ds.models import hub, registry
+from wfm_ds.models import hub, language_location, registry
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.run import layout
 
@@ -77,7 +76,7 @@ def located(recipe: Recipe) -> Path:
     """Return the folder of a model of which little more than its commit is known yet. Raises ModelError."""
     model = recipe.model
     if recipe.algorithm.trains_language:
-        return location.locate(model.path, model.revision)
+        return language_location.locate(model.path, model.revision)
     return registry.locate(model.path, model.family, model.revision)
 
 
@@ -85,5 +84,5 @@ def complete(recipe: Recipe) -> Path:
     """Return the folder of a model, once all its files are there. Raises ModelError."""
     model = recipe.model
     if recipe.algorithm.trains_language:
-        return location.resolve(model.path, model.revision)
+        return language_location.resolve(model.path, model.revision)
     return registry.resolve(model.path, model.family, model.revision)

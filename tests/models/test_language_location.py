@@ -8,8 +8,8 @@ import torch
 from hub_server import Repo, files_of, hub_server, use
 from wfm_ds.data.squares import write_squares
 from wfm_ds.errors import ModelError
-from wfm_ds.language import location
 from wfm_ds.language import model as language_model
+from wfm_ds.models import language_location
 from wfm_ds.models.registry import cached_tiny
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.run.hub_model import at_commit
@@ -34,7 +34,7 @@ def test_a_model_is_fetched_once_and_offline_one_sentence_says_how(server, root,
     recipe = recipe_file.load(root / "recipes" / "tiny" / "reason_llava_sft.yaml", [*places, f"model.path={NAME}"])
     assert at_commit(recipe).model.revision == server.repos[NAME].commit
     assert server.sent == ["config.json"]  # no more to know what a run would begin with
-    folder = location.resolve(NAME)
+    folder = language_location.resolve(NAME)
     assert files_of(folder) == tiny
     server.sent.clear()
     use(monkeypatch, url="http://127.0.0.1:9", cache=tmp_path / "cache", offline=True)
@@ -42,11 +42,11 @@ def test_a_model_is_fetched_once_and_offline_one_sentence_says_how(server, root,
     assert not server.sent
     shutil.rmtree(tmp_path / "cache")
     with pytest.raises(ModelError, match=rf'on a machine with a network: hf download {NAME} --exclude "\*\.bin"$'):
-        location.resolve(NAME)
+        language_location.resolve(NAME)
 
 
 def test_a_revision_is_for_the_hub_alone():
     with pytest.raises(ModelError, match=r"model\.revision main is for a repository of the hub"):
-        location.locate("tiny:qwen25vl", "main")
+        language_location.locate("tiny:qwen25vl", "main")
     with pytest.raises(ModelError, match=r"none has no config\.json"):
-        location.locate("none")
+        language_location.locate("none")

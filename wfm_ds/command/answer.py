@@ -1,0 +1,115 @@
+"""`wfm answer MODEL --image a.png "question"`: what a vision-language model answers, token by token the likeliest."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from wfm_ds.errors import ModelError, UserError
+from wfm_ds.generate import positive
+from wfm_ds.program import Parser
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def parser() -> Parser:
+    p = Parser(
+        prog="wfm answer",
+        description="Ask a vision-language model, with or without what a run exported.",
+        epilog='Example: %(prog)s outputs/run/safetensors/step_100 --image a.png "what is this?"',
+    )
+    p.add_argument(
+        "model",
+        help="what a run exported, safetensors/step_N or its lora/; another model's folder; owner/name; tiny:...",
+    )
+    p.add_argument("question", help="<image> and <video> in it are the places of media, which else come first")
+    p.add_argument("--image", action="append", default=[], metavar="FILE", help="may be given several times")
+    p.add_argument("--video", action="append", default=[], metavar="FILE", help="may be given several times")
+    p.add_argument("--system", metavar="TEXT", help="the system turn (default: the chat template's)")
+    p.add_argument("--tokens", type=positive, default=256, metavar="N", help="at most, of the answer (default 256)")
+    p.add_argument("--revision", help="branch, tag or commit of a model of the hub (default main)")
+    p.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16 on a GPU, else float32")
+    p.add_argument("--device", help="default: cuda if there is one, else cpu")
+    return p
+
+
+def run(args: argparse.Namespace) -> None:
+    from wfm_ds.distributed.logs import quieten_libraries
+
+    quieten_libraries()
+    sys.stdout.write(answer(args) + "\n")
+
+
+def answer(args: argparse.Namespace) -> str:
+    """Return what the model answers. Raises UserError for a model, or media, that cannot be used."""
+    from wfm_ds.engine.preparation import DTYPES
+    from wfm_ds.language import model as language_model
+    from wfm_ds.language.annotations import BadConversation, Conversation, parsed
+    from wfm_ds.language.media import MediaReader
+    from wfm_ds.language.render import Renderer
+    from wfm_ds.language.rows import SampleReader
+    from wfm_ds.models.loading import chosen_device
+    from wfm_ds.recipe.data import DataRecipe
+
+    device = chosen_device(args.device)
+    dtype = DTYPES[args.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
+    base, adapter = places(args.model)
+    model = language_model.load(base, dtype, args.revision)
+    settings = DataRecipe.model_validate({"kind": "llava", "path": "none"})
+    reader = SampleReader(
+        Renderer(model.tokenizer),
+        MediaReader(model.image_processor, settings),
+        timed_frames=model.timed_frames,
+        max_tokens=sys.maxsize,
+        too_long="skip",
+    )
+    turns = [{"from": "human", "value": args.question}, {"from": "gpt", "value": ""}]
+    row = {"images": args.image, "videos": args.video, "conversations": turns}
+    try:
+        asked = parsed(row, "question", system_prompt=args.system)
+        sample = reader.read_question(Conversation("question", asked.turns[:-1]))
+    except BadConversation as error:
+        raise UserError(str(error)) from error
+    network: Any = model.network
+    if adapter is not None:
+        from peft import PeftModel
+
+        network = PeftModel.from_pretrained(network, str(adapter))
+    return answered(network.to(device, dtype).eval(), model, sample, args.tokens, device)
+
+
+def places(path: str) -> tuple[str, Path | None]:
+    """Return the model that is loaded, and the folder of the adapter on it, if the path is one's. Raises ModelError."""
+    from wfm_ds.models.loading import read_json
+
+    folder = Path(path).expanduser()
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return path, None
+    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not isinstance(base, str):
+        raise ModelError(f"{folder / ADAPTER_CONFIG} names no base model; export the adapter again")
+    return base, folder
+
+
+def answered(network: Any, model: Any, sample: Any, max_tokens: int, device: Any) -> str:
+    """Decode the likeliest tokens, up to the end mark or `max_tokens`."""
+    import torch
+
+    from wfm_ds.language.rows import stacked
+
+    ids = torch.tensor([sample.tokens.ids], device=device)
+    media = {name: tensor.to(device) for name, tensor in stacked([sample]).items()}
+    seconds = {"second_per_grid_ts": torch.tensor(sample.seconds_per_time)} if sample.seconds_per_time else {}
+    with torch.no_grad():
+        found = network.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            mm_token_type_ids=sample.types(model.pad_ids).to(device),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            **media,
+            **seconds,
+        )
+    return str(model.tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)).strip()
