@@ -34,7 +34,7 @@ def train_and_count(recipe, overrides):
     from wfm_ds.data import order
     from wfm_ds.models.base import DiffusionModel
     from wfm_ds.rollout.rewards import RewardClient
-    from wfm_ds.training import sft
+    from wfm_ds.training import first_frames
 
     counts = {"read": 0, "submitted": 0, "decoded": 0, "encoded": 0}
 
@@ -50,7 +50,7 @@ def train_and_count(recipe, overrides):
 
     undo = [
         counting(order, "load_media", "read"),
-        counting(sft, "load_media", "read"),
+        counting(first_frames, "load_media", "read"),
         counting(RewardClient, "submit", "submitted"),
         counting(DiffusionModel, "decode", "decoded", lambda _, latents: len(latents)),
         counting(DiffusionModel, "encode_media", "encoded", lambda _, media: len(media)),

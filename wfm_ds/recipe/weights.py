@@ -1,15 +1,48 @@
-"""What must hold between the sections that say how weights are kept and trained: model, lora, rollout and algorithm."""
+"""The conditions between the sections that say how weights are kept and trained: model, lora, rollout, algorithm."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from wfm_ds.recipe.schema import Recipe
-    from wfm_ds.recipe.sections import LoraRecipe
+from wfm_ds.recipe.algorithms import AlgorithmSettings, RlSections, SupervisedSettings
+from wfm_ds.recipe.sections import BasePrecision, EngineRecipe, LoraRecipe, ModelRecipe, RolloutRecipe
 
 
-def check_weights(recipe: Recipe) -> None:
+class Sections(Protocol):
+    """The recipe, as far as these conditions are about it."""
+
+    @property
+    def model(self) -> ModelRecipe: ...
+
+    @property
+    def lora(self) -> LoraRecipe | None: ...
+
+    @property
+    def rollout(self) -> RolloutRecipe | None: ...
+
+    @property
+    def engine(self) -> EngineRecipe: ...
+
+    @property
+    def algorithm(self) -> AlgorithmSettings: ...
+
+    @property
+    def is_rl(self) -> bool: ...
+
+    @property
+    def rl(self) -> RlSections: ...
+
+    @property
+    def supervised(self) -> SupervisedSettings: ...
+
+    @property
+    def rollout_precision(self) -> BasePrecision | None: ...
+
+    @property
+    def forward_precision(self) -> BasePrecision | None: ...
+
+
+def check_weights(recipe: Sections) -> None:
     """Raises ValueError for precisions, adapters and an algorithm that do not go together."""
     if recipe.rollout is not None and recipe.rollout.merge_lora:
         _lora_can_be_merged(recipe)
@@ -22,7 +55,7 @@ def check_weights(recipe: Recipe) -> None:
         raise ValueError("model.denoiser_init: random trains all weights: remove the lora section")
 
 
-def _lora_can_be_merged(recipe: Recipe) -> None:
+def _lora_can_be_merged(recipe: Sections) -> None:
     if recipe.lora is None:
         raise ValueError("rollout.merge_lora: without a lora section there is nothing to merge; remove the key")
     if recipe.rollout_precision is not None:
@@ -37,7 +70,7 @@ def _lora_can_be_merged(recipe: Recipe) -> None:
         )
 
 
-def _adapters_can_be_trained(recipe: Recipe, lora: LoraRecipe) -> None:
+def _adapters_can_be_trained(recipe: Sections, lora: LoraRecipe) -> None:
     if lora.dropout and recipe.is_rl and recipe.rl.algorithm.compares_log_probs:
         raise ValueError(
             f"lora.dropout: algorithm {recipe.algorithm.name} compares the log-probabilities of its rollouts with "
@@ -52,7 +85,7 @@ def _adapters_can_be_trained(recipe: Recipe, lora: LoraRecipe) -> None:
         raise ValueError(f"rollout.merge_lora: merges plain adapters, not lora.{whole[0]}; remove one of the keys")
 
 
-def _base_can_be_quantised(recipe: Recipe) -> None:
+def _base_can_be_quantised(recipe: Sections) -> None:
     if recipe.model.base_precision is not None and recipe.lora is None:
         raise ValueError(
             f"model.base_precision: {recipe.model.base_precision} is for a base that does not train: add a lora section"
@@ -76,7 +109,7 @@ def _base_can_be_quantised(recipe: Recipe) -> None:
         )
 
 
-def _can_train_in_float8(recipe: Recipe) -> None:
+def _can_train_in_float8(recipe: Sections) -> None:
     if recipe.lora is not None:
         raise ValueError(
             "model.fp8_training is for training all weights: remove the lora section, or set "
