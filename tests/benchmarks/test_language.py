@@ -5,9 +5,12 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from benchmarks.language_peers import CONVERSATIONS
 
 
+@pytest.mark.slow
 def test_both_trainers_take_turns_on_the_same_conversations(root):
     """In a process of its own, which becomes a rank. The model says nothing of speed, its counts are those of any."""
     command = [sys.executable, "-m", "benchmarks.language", "--quick", "--rounds", "6"]

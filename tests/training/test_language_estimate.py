@@ -31,6 +31,7 @@ def recipe_of(root, squares, *overrides):
     return recipe_file.load(root / "recipes" / "tiny" / "reason_llava_sft.yaml", [*places, *overrides])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen25vl", "qwen3vl"])
 @pytest.mark.parametrize("changes", [[], ["model.gradient_checkpointing=true"], ["algorithm.freeze=[vision, merger]"]])
 def test_activations_are_those_that_live_in_a_step(root, squares, family, changes):
