@@ -116,6 +116,8 @@ setup(
             "rapidocr-onnxruntime>=1.4.4",
             "aiohttp>=3.9",
             "prometheus-client",
+            "mkdocs-material>=9.5",  # the extra docs: a test builds the site
+            "mkdocstrings[python]",
             "triton>=3.6; platform_system == 'Linux'",  # its interpreter and compiler; torch for CUDA brings it
         ],
     },

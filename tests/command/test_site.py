@@ -1,4 +1,4 @@
-"""The site of docs/: its hook by itself, and (by hand: `pytest -m long`, with the extra docs) the whole build."""
+"""The site of docs/: its hook by itself, and the whole build, which checks every link."""
 
 import importlib.util
 import os
@@ -26,10 +26,8 @@ def test_pages_that_stand_elsewhere(hook, root):
         assert (root / link["path"]).exists(), link[0]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(root, tmp_path):
-    pytest.importorskip("mkdocs")
-    pytest.importorskip("mkdocstrings")
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(words, cwd=root, env=env, capture_output=True, text=True, timeout=300, check=False)

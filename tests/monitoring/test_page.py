@@ -92,6 +92,15 @@ def test_it_says_what_the_run_wrote(a_run):
     assert "logging.page" not in said["recipe"]["changed"]  # a default
 
 
+def test_what_each_kind_of_run_learns_by_is_drawn(a_run):
+    tags = ["sft/loss", "dpo/loss", "dpo/accuracy", "vlm/loss", "vlm/token_accuracy", "val/loss", "val/token_accuracy"]
+    with (a_run / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps({"step": 30, "time": "2026-01-02T03:00:30+00:00", **dict.fromkeys(tags, 0.5)}) + "\n")
+    write_page(a_run)
+    drawn = [curve["tag"] for panel in content(a_run)["panels"] for curve in panel["curves"]]
+    assert sorted(tag for tag in drawn if tag in tags) == sorted(tags)  # and none of them twice
+
+
 def test_an_alarm_is_shown_as_long_as_the_last_evaluation_raises_it(a_run):
     write_page(a_run)
     assert content(a_run)["alarm"] == ""
