@@ -78,13 +78,12 @@ def load_and_run(args: argparse.Namespace) -> int:
 
 def check(recipe: Recipe, rank: int, *, overwrite: bool) -> int:
     from wfm_ds.distributed import lifecycle
-    from wfm_ds.training import language_build, preflight
+    from wfm_ds.training.check import check as examine
 
     if rank == 0:
-        report = language_build.report if recipe.algorithm.trains_language else preflight.report
         # Without a launcher: as for the fewest ranks that can run it.
         world_size = int(os.environ.get("WORLD_SIZE", str(recipe.engine.sequence_parallel)))
-        sys.stdout.write(report(recipe, world_size, overwrite=overwrite) + "\n")
+        sys.stdout.write(f"{examine(recipe, world_size, overwrite=overwrite)}\n")
         lifecycle.write_status("finished", 0)
     return 0
 

@@ -1,6 +1,7 @@
 """The command `wfm`: what its words mean, that asking for help is cheap, and that a mistake is one sentence."""
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from wfm_ds import __version__
 from wfm_ds.command import check, models, recipes, rewards, train
 from wfm_ds.command.main import COMMANDS, main
+from wfm_ds.data.squares import write_squares
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe import shipped
 
@@ -188,3 +190,15 @@ def test_a_shipped_recipe_is_checked_in_an_empty_folder(tmp_path):
     assert told.returncode == 0, told.stderr
     assert told.stdout.endswith("ready: 2 processes, 2 steps; next: wfm train tiny/sd3_nft --gpus 2\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_check_of_a_language_recipe_is_one_object_for_programs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_squares(tmp_path / "outputs" / "squares")
+    assert main(["check", "tiny/reason_llava_sft", "--gpus", "2", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["facts"]["recipe"] == "vlm_sft, all weights"
+    assert told["derived"]["world_size"] == 2
+    phases = told["memory"]["phases"]
+    assert told["memory"]["peak"] == max(sum(parts.values()) for parts in phases.values())
+    assert told["parameters"]["trained"] == told["parameters"]["all"] > 0

@@ -18,7 +18,14 @@ from wfm_ds.language.rows import SampleReader
 from wfm_ds.language.source import RowSource
 from wfm_ds.models.tiny import write_tiny
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.training.language_build import reader_of, report, row_order
+from wfm_ds.training.check import check
+from wfm_ds.training.language_build import reader_of, row_order
+
+
+def report(recipe, world_size):
+    """What a check prints."""
+    return str(check(recipe, world_size))
+
 
 ALONE = World.alone()
 

@@ -15,8 +15,14 @@ from wfm_ds.language.lengths import Size
 from wfm_ds.language.rows import RowMaker
 from wfm_ds.models.registry import cached_tiny
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.training.language_build import reader_of, report, trained_shadow
+from wfm_ds.training.check import check
+from wfm_ds.training.language_build import reader_of, trained_shadow
 from wfm_ds.training.language_estimate import language_estimate
+
+
+def report(recipe, world_size):
+    """What a check prints."""
+    return str(check(recipe, world_size))
 
 
 @pytest.fixture(scope="module")

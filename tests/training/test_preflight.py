@@ -15,7 +15,13 @@ from wfm_ds.data.pixels import Framing
 from wfm_ds.errors import DataError, ModelError, RecipeError, RewardError, UserError
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.run.model import load_model
-from wfm_ds.training.preflight import preflight, report
+from wfm_ds.training.check import check
+from wfm_ds.training.preflight import preflight
+
+
+def report(recipe, world_size):
+    """What a check prints."""
+    return str(check(recipe, world_size))
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ def parser() -> Parser:
     p.add_argument("recipe", type=Path, help="a YAML recipe, or the name of a shipped one (wfm recipes)")
     p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the recipe's")
     p.add_argument("--gpus", type=at_least_one, metavar="N", help="of the run (default: those here, else the fewest)")
+    p.add_argument("--json", action="store_true", help="print one JSON object, sizes in bytes")
     p.add_argument("--overwrite", action="store_true", help="as of wfm train: a run that is there does not count")
     return p
 
@@ -33,10 +35,14 @@ def run(args: argparse.Namespace) -> None:
     quieten_libraries()
     choose_accelerator()
     recipe = recipe_file.load(args.recipe, args.overrides)
-    from wfm_ds.training.preflight import report
+    from wfm_ds.training.check import check
 
     ranks = args.gpus or visible_gpus() or recipe.engine.sequence_parallel
     with deterministic(recipe.engine.deterministic):
-        sys.stdout.write(report(recipe, ranks, overwrite=args.overwrite) + "\n")
+        found = check(recipe, ranks, overwrite=args.overwrite)
+    if args.json:
+        sys.stdout.write(json.dumps(found.numbers()) + "\n")
+        return
+    sys.stdout.write(f"{found}\n")
     processes = f"{ranks} process{'' if ranks == 1 else 'es'}"
     sys.stdout.write(f"ready: {processes}, {recipe.run.steps} steps; next: wfm train {args.recipe} --gpus {ranks}\n")

@@ -37,7 +37,7 @@ from wfm_ds.monitoring.trackers.choice import open_trackers, require_trackers
 from wfm_ds.recipe.deepspeed import deepspeed_config
 from wfm_ds.recipe.derived import derive
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.run.estimate import memory_lines
+from wfm_ds.run.checked import Checked
 from wfm_ds.run.fit import verdict
 from wfm_ds.run.folder import Start, find_start
 from wfm_ds.run.hub_model import at_commit
@@ -214,8 +214,8 @@ def build_engine(recipe: Recipe, world: World, model: LanguageModel) -> Denoiser
     return engine
 
 
-def report(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> str:
-    """Return what `--check` prints when all is well. Raises UserError otherwise."""
+def examine(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> Checked:
+    """Return what `--check` tells when all is well (check.py). Raises UserError otherwise."""
     recipe = at_commit(recipe, overwrite=overwrite)
     start = find_start(recipe, world_size, overwrite=overwrite)
     ready = made_ready(recipe, World.alone(), lambda _: contextlib.nullcontext())
@@ -224,17 +224,14 @@ def report(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> str:
         raise RecipeError(f"lora.target_modules: no linear layer ends with {named}")
     row = fullest_row(recipe, ready.data, row_order(recipe, ready.data))
     sizes = language_estimate(recipe, ready.model, trained_shadow(recipe, ready.model), row, world_size)
-    lines = [
-        f"recipe                     {recipe.algorithm.name}, {'LoRA' if recipe.lora else 'all weights'}",
-        f"model                      {name_of(ready.model.path)}, {sizes.total / 1e9:.3g} billion parameters",
-        f"data                       {counted(recipe, ready.data)}",
-        f"output                     {beginning(start)}",
-        *derive(recipe, world_size).lines(),
-        *memory_lines(sizes, of="model"),
-        verdict(recipe, sizes, gpu_memory()),
-        "all checks passed",
-    ]
-    return "\n".join(lines)
+    facts = {
+        "recipe": f"{recipe.algorithm.name}, {'LoRA' if recipe.lora else 'all weights'}",
+        "model": f"{name_of(ready.model.path)}, {sizes.total / 1e9:.3g} billion parameters",
+        "data": counted(recipe, ready.data),
+        "output": beginning(start),
+    }
+    judged = verdict(recipe, sizes, gpu_memory())
+    return Checked(facts=facts, derived=derive(recipe, world_size), memory=sizes, of="model", verdict=judged)
 
 
 def summary(recipe: Recipe) -> str:

@@ -26,7 +26,8 @@ from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import RewardFunction
 from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.rollout.service import endpoints, places, trainer_keys
-from wfm_ds.run.estimate import estimate, memory_lines
+from wfm_ds.run.checked import Checked
+from wfm_ds.run.estimate import estimate
 from wfm_ds.run.fit import verdict
 from wfm_ds.run.folder import Start, find_start
 from wfm_ds.run.hub_model import at_commit
@@ -139,8 +140,8 @@ def judge_doubts(recipe: Recipe, data: TrainingData) -> list[str]:
     return doubts
 
 
-def report(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> str:
-    """Return what `--check` prints when all is well. Raises UserError otherwise."""
+def examine(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> Checked:
+    """Return what `--check` tells when all is well (check.py). Raises UserError otherwise."""
     recipe = at_commit(recipe, overwrite=overwrite)
     start = find_start(recipe, world_size, overwrite=overwrite)
     data = preflight(recipe, world_size)
@@ -151,22 +152,21 @@ def report(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> str:
     sizes = estimate(recipe, model, world_size, keeps_encoders=keeps_encoders(recipe, model, data, world_size))
     chosen = "" if recipe.data.choose == "even" else f", by spread, {visits(recipe, data):.3g} times each on average"
     counts = (
-        f"prompts                    {len(data.prompts)}{chosen}"
+        ("prompts", f"{len(data.prompts)}{chosen}")
         if recipe.is_rl
-        else f"samples                    {len(data.samples)} to train on, {len(data.held_out)} held out"
+        else ("samples", f"{len(data.samples)} to train on, {len(data.held_out)} held out")
     )
-    lines = [
-        f"recipe                     {recipe.algorithm.name}, {'LoRA' if recipe.lora else 'all weights'}",
-        f"model                      {name_of(model.path)}",
-        f"attention                  {kernel}",
-        counts,
-        f"output                     {beginning(start)}",
-        *derive(recipe, world_size).lines(),
-        *memory_lines(sizes),
-        verdict(recipe, sizes, gpu_memory()),
-        "all checks passed",
-    ]
-    return "\n".join(lines)
+    facts = dict(
+        [
+            ("recipe", f"{recipe.algorithm.name}, {'LoRA' if recipe.lora else 'all weights'}"),
+            ("model", name_of(model.path)),
+            ("attention", kernel),
+            counts,
+            ("output", beginning(start)),
+        ]
+    )
+    judged = verdict(recipe, sizes, gpu_memory())
+    return Checked(facts=facts, derived=derive(recipe, world_size), memory=sizes, verdict=judged)
 
 
 def counted(recipe: Recipe, data: TrainingData) -> str:
