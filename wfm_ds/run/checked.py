@@ -1,4 +1,4 @@
-"""What a check of a recipe found, as a person and as a program reads it."""
+"""The findings of a check of a recipe, as a person and as a program reads them."""
 
 from __future__ import annotations
 

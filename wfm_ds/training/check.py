@@ -1,4 +1,4 @@
-"""The check of a recipe: everything before the first step, of whatever it trains."""
+"""Check of a recipe: everything before the first step, of whatever it trains."""
 
 from __future__ import annotations
 
