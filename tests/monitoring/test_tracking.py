@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from wfm_ds.monitoring.monitor import Monitor
 from wfm_ds.monitoring.samples import ShownSample
 from wfm_ds.monitoring.trackers import mlflow, tensorboard, trackio, wandb
 from wfm_ds.monitoring.trackers.choice import TRACKERS, require_trackers, tracker_of
-from wfm_ds.monitoring.trackers.tensorboard import LAYOUT, TensorBoard
+from wfm_ds.monitoring.trackers.tensorboard import TensorBoard, charts
 from wfm_ds.monitoring.tracking import RunFacts, Subscriber, TrackerError
 from wfm_ds.recipe.schema import Recipe
 
@@ -161,7 +162,35 @@ def test_tensorboard_has_a_layout_and_no_chart_of_what_is_0_throughout(tmp_path)
     points = [(point.step, point.value) for point in events.Scalars("optim/skipped_steps")]
     assert points == [(2, 0.0), (3, 1.0), (4, 0.0)]
     written = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
-    assert [page.title for page in Layout.FromString(written).category] == list(LAYOUT)
+    assert [page.title for page in Layout.FromString(written).category] == ["1 outcome", "4 optimizer", "5 time"]
+
+
+SHOWN = {  # by title: tags of a run that its chart has, each as TensorBoard matches it
+    "evaluation": ["val/reward/ocr/mean"],
+    "reward while training": ["reward/ocr/mean"],
+    "loss": ["loss/total", "sft/loss", "val/loss", "dpo/loss", "vlm/loss"],
+    "held-out judges": ["val/judge/ocr/mean"],
+    "change since the start": ["val/judge/ocr/change"],
+    "ratio": ["policy/ratio_mean"],
+    "clipped": ["policy/clip_fraction_high"],
+    "KL": ["kl/ref"],
+    "gradient norm": ["optim/grad_norm"],
+    "learning rate": ["optim/lr"],
+    "seconds": ["time/step"],
+    "throughput": ["perf/samples_per_second", "perf/tflops_per_gpu"],
+}
+
+
+def test_each_chart_of_the_layout_has_its_tags_and_no_others():
+    found = charts({"reward.functions": [1], "validation.judges": ["ocr"]})
+    tags = [*(tag for shown in SHOWN.values() for tag in shown), "sft/loss_bucket0", "val/reward/ocr/std"]
+    drawn = {
+        title: [tag for tag in tags if any(re.match(pattern, tag) for pattern in patterns)]
+        for page in found.values()
+        for title, (_, patterns) in page.items()
+    }
+    assert drawn == SHOWN
+    assert sum(map(len, charts({"validation.judges": []}).values())) == 5  # nothing of rewards or judges
 
 
 # ---- the real libraries, without a network

@@ -10,18 +10,36 @@ from wfm_ds.monitoring.tracking import RunFacts
 from wfm_ds.monitoring.videos import gif_bytes
 
 FLUSH_S = 15
-LAYOUT = {
+RL, JUDGES = "reward.functions", "validation.judges"
+LAYOUT: Mapping[str, Mapping[str, tuple[str, list[str]]]] = {
     "1 outcome": {
-        "evaluation": ["val/reward/.+/mean"],
-        "reward while training": ["^reward/.+/mean"],
-        "loss": ["(^|/)loss(/total)?$"],
+        "evaluation": (RL, ["val/reward/.+/mean"]),
+        "reward while training": (RL, ["reward/.+/mean"]),
+        "loss": ("", ["((val|sft|dpo|vlm)/)?loss(/total)?$"]),
     },
-    "2 judges": {"held-out judges": ["val/judge/.+/mean"], "change since the start": ["val/judge/.+/change"]},
-    "3 policy": {"ratio": ["policy/ratio_.+"], "clipped": ["policy/clip_fraction_.+"], "KL": ["^kl/.+"]},
-    "4 optimizer": {"gradient norm": ["optim/grad_norm"], "learning rate": ["optim/lr"]},
-    "5 time": {"seconds": ["^time/.+"], "throughput": ["perf/samples_per_second", "perf/tflops_per_gpu"]},
+    "2 judges": {
+        "held-out judges": (JUDGES, ["val/judge/.+/mean"]),
+        "change since the start": (JUDGES, ["val/judge/.+/change"]),
+    },
+    "3 policy": {
+        "ratio": (RL, ["policy/ratio_.+"]),
+        "clipped": (RL, ["policy/clip_fraction_.+"]),
+        "KL": (RL, ["kl/.+"]),
+    },
+    "4 optimizer": {"gradient norm": ("", ["optim/grad_norm"]), "learning rate": ("", ["optim/lr"])},
+    "5 time": {"seconds": ("", ["time/.+"]), "throughput": ("", ["perf/samples_per_second", "perf/tflops_per_gpu"])},
 }
-"""Charts of the tab CUSTOM SCALARS: by page and title, the tags in one as regular expressions."""
+"""Charts of the tab CUSTOM SCALARS: by page and title, the key of a recipe that has one ("" for all), and the tags in
+it as regular expressions, which TensorBoard matches from a tag's first character."""
+
+
+def charts(recipe: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
+    """The charts of a recipe by dotted key, as add_custom_scalars takes them."""
+    pages = {
+        page: {title: ["Multiline", tags] for title, (needs, tags) in of.items() if not needs or recipe.get(needs)}
+        for page, of in LAYOUT.items()
+    }
+    return {page: of for page, of in pages.items() if of}
 
 
 class TensorBoard:
@@ -36,8 +54,7 @@ class TensorBoard:
         self._writer: Any = SummaryWriter(
             str(run.output_dir / "tensorboard"), flush_secs=FLUSH_S, purge_step=purge_step
         )
-        charts = {page: {title: ["Multiline", tags] for title, tags in of.items()} for page, of in LAYOUT.items()}
-        self._writer.add_custom_scalars(charts)
+        self._writer.add_custom_scalars(charts(run.recipe))
         self._zeros: dict[str, int] = {}  # tags that were 0 throughout, and the last step of it
         self._shown: set[str] = set()
 
