@@ -77,7 +77,7 @@ class Reader(ABC):
         cached: Callable[[Media, Framing], Any] | None = None,
         rejected: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """`num_samples`: of the data set, None where that is not known; the others as of BatchSource."""
+        """`num_samples`: of the data set, None where that is not known; the others are those of BatchSource."""
         self.global_batch = global_batch
         self.seed = seed
         self.max_bad_fraction = max_bad_fraction

@@ -48,7 +48,7 @@ class StreamSource(Reader):
         self._puller = ThreadPoolExecutor(1, thread_name_prefix="stream")  # one: in order
 
     def batch(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
-        """As Reader.batch, of one step after the other."""
+        """Return what Reader.batch does; steps follow each other."""
         if self._pulls and step not in self._pulls:
             raise ValueError(f"a stream is read step by step: {min(self._pulls)} is next, not {step}")
         for due in (step, step + 1):
