@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from clips import index_of, write_clip
-from wfm_ds.data import order
-from wfm_ds.data.order import MAX_SUBSTITUTES, BatchSource, places, sample_index
+from wfm_ds.data import reading
+from wfm_ds.data.order import BatchSource, sample_index
 from wfm_ds.data.paired import PairedFolder
 from wfm_ds.data.pixels import Framing
+from wfm_ds.data.reading import MAX_SUBSTITUTES, places
 from wfm_ds.data.samples import LocalFile
 from wfm_ds.errors import DataError
 
@@ -204,7 +205,7 @@ def test_more_bad_files_than_allowed_stop_the_run(folder, source):
 
 
 def test_a_bad_stretch_of_a_large_folder_stops_the_run_before_all_of_it_is_seen(folder, source, monkeypatch):
-    monkeypatch.setattr(order, "WINDOW", 20)
+    monkeypatch.setattr(reading, "WINDOW", 20)
     samples = folder(100, broken=range(50, 55))  # as many as .05 of all allows, but a quarter of the last 20
     stretch = source(samples, global_batch=10, shuffle=False, max_bad_fraction=0.05)
     for step in range(1, 6):
@@ -252,7 +253,7 @@ def test_the_next_step_is_read_while_this_one_trains(folder, source):
 def test_a_file_system_that_hangs_is_an_error(folder, source, monkeypatch):
     samples = folder(20)
     writer = blocking(samples, 0)
-    monkeypatch.setattr(order, "READ_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(reading, "READ_TIMEOUT_S", 0.2)
     with pytest.raises(DataError, match=r"position 0 was not read within 0\.2 s"):
         source(samples, shuffle=False).batch(1, 0, 1)
     writer.start()

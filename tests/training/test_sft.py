@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 
 from wfm_ds.algorithms import build_supervised
-from wfm_ds.data.order import TrainingSample
 from wfm_ds.data.pixels import Framing
+from wfm_ds.data.reading import TrainingSample
 from wfm_ds.data.samples import LocalFile, Sample
 from wfm_ds.distributed.world import World
 from wfm_ds.models import registry

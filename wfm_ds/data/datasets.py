@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections import Counter
@@ -21,8 +22,11 @@ from wfm_ds.data.paired import PairedFolder
 from wfm_ds.data.pairs import pair_set
 from wfm_ds.data.pixels import BadMedia, Framing, centre
 from wfm_ds.data.prompts import load_prompt_file, load_prompts
+from wfm_ds.data.reading import Reader
 from wfm_ds.data.samples import NUM_SHOWN, REASONS, Media, Sample, SampleSet
 from wfm_ds.data.sets import SeveralSets
+from wfm_ds.data.stream import HfStream
+from wfm_ds.data.stream_source import StreamSource
 from wfm_ds.data.webdataset import TarShards
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError, RecipeError
@@ -73,7 +77,10 @@ def load_data(recipe: Recipe) -> TrainingData:
     samples: list[Sample] = []
     held_out: list[Sample] = []
     bad: Mapping[str, Sequence[str]] = {}
-    if data.kind == "prompts":
+    if data.streaming:
+        HfStream(data)  # raises what is wrong with it before a model is loaded
+        held_out = [] if validation.path is None else held_out_folder(data, Path(validation.path))
+    elif data.kind == "prompts":
         prompts = load_prompts(data.folder, data.name, data.split)
     elif recipe.is_rl:
         found = scanned(data, data.shards, pairs=False)
@@ -84,12 +91,18 @@ def load_data(recipe: Recipe) -> TrainingData:
     else:
         found = scanned(data, data.shards, pairs=recipe.algorithm.takes_pairs)
         (samples, held_out), bad = divided(found, recipe), found.bad
-    of_data = distinct(held_out or samples) if samples else prompts
-    if samples and recipe.algorithm.num_conditional_frames[1] > 0:  # two media of one caption are two beginnings
+    of_data = distinct(held_out or samples) if samples or data.streaming else prompts
+    if of_data is not prompts and recipe.algorithm.num_conditional_frames[1] > 0:
+        # Two media of one caption are two beginnings.
         of_data = list({sample.prompt.id: sample.prompt for sample in held_out or samples}.values())
     shown = load_prompt_file(validation.prompts) if validation.prompts else of_data
     shown = shown[: validation.num_prompts]
     return TrainingData(prompts=prompts, samples=samples, bad=bad, held_out=held_out, shown=shown)
+
+
+def held_out_folder(data: DataRecipe, folder: Path) -> list[Sample]:
+    """Return the samples of a folder of any layout, for a stream. Raises DataError as `folder_set` does."""
+    return logged(folder_set(data.model_copy(update={"options": {}}), folder)).samples
 
 
 def divided(found: SampleSet, recipe: Recipe) -> tuple[list[Sample], list[Sample]]:
@@ -108,6 +121,11 @@ def scanned(data: DataRecipe, paths: Sequence[str], *, pairs: bool) -> SampleSet
     else single media. Raises DataError where a kind of the user's own has the other."""
     found = sample_set(data, paths)
     check_pairs(found, pairs)
+    return logged(found)
+
+
+def logged(found: SampleSet) -> SampleSet:
+    """Log what a scan found that cannot be used, or that the user should know."""
     for note in found.notes:
         log.warning("%s: %s", found.source, note)
     for reason, names in found.bad.items():
@@ -279,9 +297,18 @@ def batch_source(
     global_batch: int,
     unit: int,
     cached: Cached | None,
-) -> BatchSource:
+) -> Reader:
     """Return the batches of `global_batch` samples that a run trains on, over all ranks; each `unit` of neighbours has
     one size. `cached`: latents that the run keeps. Collective; to be closed in the end."""
+    if recipe.data.streaming:
+        return StreamSource(
+            functools.partial(HfStream, recipe.data),
+            global_batch=global_batch,
+            seed=recipe.run.seed,
+            framing=buckets.framings[0],
+            max_bad_fraction=recipe.data.max_bad_fraction,
+            workers=recipe.data.workers,
+        )
     return BatchSource(
         data.samples,
         global_batch=global_batch,

@@ -100,14 +100,22 @@ class HfRows(SampleSet):
         self.check(max_bad_fraction)
 
     def _add(self, sample_id: str, medium: Media | None, text: Any, metadata: dict[str, Any]) -> None:
-        negative = metadata.pop(NEGATIVE, None)
-        if medium is None:
-            self.reject("no_media", f"{self.source} {sample_id}")
-        elif not isinstance(text, str) or not text.strip() or not is_encodable([text, negative, metadata]):
-            self.reject("no_prompt", f"{self.source} {sample_id}")
+        found = sample_of(sample_id, medium, text, metadata)
+        if isinstance(found, Sample):
+            self.samples.append(found)
         else:
-            prompt = Prompt(id=sample_id, text=text.strip(), negative_text=negative or None, metadata=metadata)
-            self.samples.append(Sample(id=sample_id, media=medium, prompt=prompt))
+            self.reject(found, f"{self.source} {sample_id}")
+
+
+def sample_of(sample_id: str, medium: Media | None, text: Any, metadata: dict[str, Any]) -> Sample | str:
+    """Return the sample of a row, or why it is none, a key of REASONS. `metadata`: the other columns."""
+    negative = metadata.pop(NEGATIVE, None)
+    if medium is None:
+        return "no_media"
+    if not isinstance(text, str) or not text.strip() or not is_encodable([text, negative, metadata]):
+        return "no_prompt"
+    prompt = Prompt(id=sample_id, text=text.strip(), negative_text=negative or None, metadata=metadata)
+    return Sample(id=sample_id, media=medium, prompt=prompt)
 
 
 def loaded(path: str, split: str, options: dict[str, Any]) -> Any:
@@ -178,16 +186,23 @@ def media_of(dataset: Any, source: HfSource, default: str) -> list[Media | None]
 def medium(source: HfSource, row: int, name: str | None, empty: bool, default: str) -> Media | None:
     if empty:
         return LocalFile(name) if name is not None and os.path.isfile(name) else None
+    return HfMedium(source, row, suffix_of(name, default))
+
+
+def suffix_of(name: str | None, default: str) -> str:
     suffix = os.path.splitext(name or "")[1].lower()
-    return HfMedium(source, row, suffix if suffix in MEDIA_SUFFIXES else default)
+    return suffix if suffix in MEDIA_SUFFIXES else default
 
 
 def plain_columns(dataset: Any, used: set[str]) -> dict[str, list[Any]]:
     """Return the other columns whose values JSON has a form for: they become metadata."""
+    columns = {name: dataset.data.column(name) for name in dataset.column_names if name not in used}
+    return {name: column.to_pylist() for name, column in columns.items() if is_plain(column.type)}
+
+
+def is_plain(arrow_type: Any) -> bool:
+    """Return whether JSON has a form for values of this type of arrow."""
     from pyarrow import types
 
     plain = (types.is_string, types.is_large_string, types.is_integer, types.is_floating, types.is_boolean)
-    columns = {name: dataset.data.column(name) for name in dataset.column_names if name not in used}
-    return {
-        name: column.to_pylist() for name, column in columns.items() if any(is_one(column.type) for is_one in plain)
-    }
+    return any(is_one(arrow_type) for is_one in plain)

@@ -50,6 +50,8 @@ def load_and_run(args: argparse.Namespace) -> int:
     recipe = recipe_file.load(args.recipe, args.overrides)
     if recipe.data.cache_dir is None:
         raise RecipeError(f"{args.recipe}: data.cache_dir is not set, so there is nothing to prepare")
+    if recipe.data.streaming:
+        raise RecipeError(f"{args.recipe}: data.streaming knows no captions ahead: there is nothing to prepare")
     lifecycle.watch_parent()
     return run(recipe)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from wfm_ds.data.order import TrainingSample
+from wfm_ds.data.reading import TrainingSample
 from wfm_ds.data.samples import Sample, pack_prompt, unpack_prompt
 from wfm_ds.distributed.world import World
 

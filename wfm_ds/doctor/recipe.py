@@ -84,7 +84,8 @@ def batch(recipe: Recipe, world_size: int) -> str:
 
 def data_text(recipe: Recipe) -> str:
     data = load_data(recipe)
-    return f"{len(data.prompts)} prompts, {len(data.samples)} samples, {len(data.held_out)} held out"
+    num_samples = "a stream of" if recipe.data.streaming else len(data.samples)
+    return f"{len(data.prompts)} prompts, {num_samples} samples, {len(data.held_out)} held out"
 
 
 def reward_text(recipe: Recipe) -> str:
@@ -119,7 +120,8 @@ def estimated(recipe: Recipe, world_size: int) -> Estimate:
         max_sequence_length=settings.max_sequence_length,
     )
     device = "cuda" if uses_cuda() else "cpu"
-    keeps_encoders = recipe.data.cache_text == "off" and recipe.data.cache_dir is None
+    off = recipe.data.cache_text == "off" and recipe.data.cache_dir is None
+    keeps_encoders = off or recipe.data.streaming
     return estimate(recipe, model, world_size, device=device, keeps_encoders=keeps_encoders)
 
 

@@ -29,7 +29,7 @@ def text_store(recipe: Recipe, model: DiffusionModel) -> TensorStore | None:
     """Store of this model's embeddings; None if the recipe keeps none."""
     if recipe.data.cache_dir is not None:
         return TensorStore(recipe.data.cache_dir / TEXT)
-    if recipe.data.cache_text == "off":
+    if recipe.data.cache_text == "off" or recipe.data.streaming:  # of a stream nobody knows how many there will be
         return None
     return TensorStore(user_cache() / TEXT / software_key(model))
 

@@ -77,6 +77,9 @@ class DataRecipe(Section):
     """sets: the data sets that are drawn from, each in the share of its weight (docs/data.md)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """A kind of your own: passed to its constructor. hf: passed to load_dataset, e.g. `name` and `revision`."""
+    streaming: bool = False
+    """hf, SFT: read the rows in their order from where they are, instead of writing all to disk once (docs/data.md).
+    Needs shuffle: false, and a commit in options.revision of a data set of the hub."""
     prompt: Annotated[str, Field(min_length=1)] | None = None
     """folder: the caption of all media that have none beside them. Unset: such media cannot be used."""
     caption_column: str | None = None
@@ -183,6 +186,9 @@ class DataRecipe(Section):
     def _keys_fit_the_kind(self) -> DataRecipe:
         if self.options and not self.is_own_kind and self.kind != "hf":
             raise ValueError(f"options are for a kind of your own, package.module:Class, not {self.kind}: remove them")
+        if "streaming" in self.options and self.kind == "hf":
+            raise ValueError("options.streaming is the key data.streaming: move it there")
+        self._can_be_streamed()
         if (self.kind == "sets") != (self.sets is not None):
             raise ValueError("kind sets and the key sets belong together: name both, or neither")
         self.parts()
@@ -215,3 +221,18 @@ class DataRecipe(Section):
         if self.cache_latents and (self.cache_dir is None or "random" in (self.clip, self.crop)):
             raise ValueError("cache_latents needs a cache_dir, and clip: centre and crop: centre")
         return self
+
+    def _can_be_streamed(self) -> None:
+        """Refuse what needs all samples to be known, or a second look at one."""
+        if not self.streaming:
+            return
+        if self.kind != "hf":
+            raise ValueError(f"streaming is for kind hf, not {self.kind}: remove it")
+        if self.shuffle:
+            raise ValueError("streaming reads rows in their stored order: set shuffle: false, or remove streaming")
+        if self.buckets is not None:
+            raise ValueError(
+                "buckets needs the sizes of all media, which a stream does not know: remove one of the two"
+            )
+        if self.cache_latents:
+            raise ValueError("cache_latents needs media that can be read again, not a stream: remove one of the two")

@@ -177,6 +177,7 @@ class Recipe(Section):
         self._sections_are_there()
         self._data_fits()
         self._all_keys_are_read()
+        self._stream_fits()
         self.algorithm.check(self)
         self._draws_have_frames()
         self._samples_can_be_chosen()
@@ -223,6 +224,17 @@ class Recipe(Section):
                 )
             needed = " or ".join(words for taken, words in kinds.values() if taken)
             raise ValueError(f"algorithm {algorithm.name} needs {needed}")
+
+    def _stream_fits(self) -> None:
+        if not self.data.streaming:
+            return
+        if self.is_rl:
+            raise ValueError(f"data.streaming is for SFT, not {self.algorithm.name}: remove it")
+        if self.validation.path is None and (self.validation.holdout > 0 or self.validation.prompts is None):
+            raise ValueError(
+                "data.streaming knows no samples before it trains on them, so none are held out or shown: name a "
+                "folder in validation.path, or set validation.holdout: 0 and validation.prompts"
+            )
 
     def _draws_have_frames(self) -> None:
         least = self.algorithm.num_conditional_frames[0]

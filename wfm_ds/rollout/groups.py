@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from wfm_ds.algorithms.advantages import group_variance
-from wfm_ds.data.order import BatchSource, TrainingSample
 from wfm_ds.data.prompts import PromptOrder
+from wfm_ds.data.reading import Reader, TrainingSample
 from wfm_ds.data.replica import read_once
 from wfm_ds.data.samples import pack_prompt, unpack_prompt
 from wfm_ds.data.spread import SpreadTable, Weights, drawn
@@ -177,7 +177,7 @@ class PairGroups:
     def __init__(
         self,
         job: Job,
-        source: BatchSource,
+        source: Reader,
         encode: Callable[[Sequence[TrainingSample]], Tensor],
         num_conditional_frames: tuple[int, int] = (0, 0),
     ) -> None:

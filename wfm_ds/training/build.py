@@ -49,7 +49,7 @@ from wfm_ds.training.validation import Validator
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from wfm_ds.data.order import TrainingSample
+    from wfm_ds.data.reading import TrainingSample
     from wfm_ds.rollout.base import Source
     from wfm_ds.rollout.groups import GroupSource
     from wfm_ds.run.mirror import Mirror

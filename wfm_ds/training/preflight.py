@@ -11,6 +11,7 @@ import torch
 
 from wfm_ds.algorithms import engine_policies
 from wfm_ds.data.datasets import TrainingData, buckets_of, load_data, readable
+from wfm_ds.data.stream import HfStream
 from wfm_ds.distributed.accelerator import accelerator_present, uses_cuda
 from wfm_ds.distributed.world import ranks_per_node
 from wfm_ds.engine.packages import require_packages
@@ -147,14 +148,18 @@ def examine(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> Chec
     data = preflight(recipe, world_size)
     model = load_model(recipe, torch.device("cpu"))
     kernel = check_attention(recipe, model, chosen_device(None))
-    readable(data.samples, recipe, buckets_of(recipe, model), NUM_DECODED, whole=data.num_samples)
+    samples = data.samples
+    if recipe.data.streaming:
+        samples = [row.sample for row in HfStream(recipe.data).read(NUM_DECODED)]
+    readable(samples, recipe, buckets_of(recipe, model), NUM_DECODED, whole=len(samples) + len(data.held_out))
     check_spawned_rewards(recipe)
     sizes = estimate(recipe, model, world_size, keeps_encoders=keeps_encoders(recipe, model, data, world_size))
     chosen = "" if recipe.data.choose == "even" else f", by spread, {visits(recipe, data):.3g} times each on average"
+    known = "a stream" if recipe.data.streaming else len(data.samples)
     counts = (
         ("prompts", f"{len(data.prompts)}{chosen}")
         if recipe.is_rl
-        else ("samples", f"{len(data.samples)} to train on, {len(data.held_out)} held out")
+        else ("samples", f"{known} to train on, {len(data.held_out)} held out")
     )
     facts = dict(
         [
@@ -173,7 +178,8 @@ def counted(recipe: Recipe, data: TrainingData) -> str:
     """Say how much there is to train on."""
     if recipe.is_rl:
         return f"{len(data.prompts)} prompts"
-    return f"{len(data.samples)} samples to train on, {len(data.held_out)} held out"
+    number = "a stream of" if recipe.data.streaming else len(data.samples)
+    return f"{number} samples to train on, {len(data.held_out)} held out"
 
 
 def gpu_memory() -> int | None:

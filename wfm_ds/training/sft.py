@@ -24,8 +24,8 @@ from wfm_ds.algorithms.sft import (
 )
 from wfm_ds.algorithms.supervised import Supervised, velocity_errors
 from wfm_ds.chunks import chunks
-from wfm_ds.data.order import BatchSource, TrainingSample
 from wfm_ds.data.pixels import Framing
+from wfm_ds.data.reading import Reader, TrainingSample
 from wfm_ds.data.replica import read_once
 from wfm_ds.data.samples import Sample
 from wfm_ds.models.base import NegativeText
@@ -66,7 +66,7 @@ class SftLoop(Loop):
         self,
         job: Job,
         algorithm: Supervised,
-        source: BatchSource,
+        source: Reader,
         validator: Validator,
         exporter: Exporter,
         checkpoints: Checkpoints,
@@ -93,7 +93,7 @@ class SftLoop(Loop):
         return StepReport(self.source.bad_counts(world.replica_sums), [metrics], job.derived.samples_per_step)
 
     def own_state(self) -> dict[str, Any]:
-        """The batches follow from the step alone."""
+        """The batches follow from the step alone, or from the place in a stream, which the source knows."""
         return {"sources": self.job.world.replica_gather(self.source.state())}
 
     def restore_own(self, state: Mapping[str, Any]) -> None:

@@ -41,6 +41,9 @@ def texts_of(recipe: Recipe, model: DiffusionModel, data: TrainingData, derived:
     if world.any(not world.checked(ready)):
         texts = world.checked(lambda: text_cache(recipe, model, data, in_memory=True))
         return texts
+    if recipe.data.streaming:
+        log.info("texts are encoded as they are needed: those of a stream are not known before")
+        return texts
     needed = needed_texts(recipe, model, data)
     if recipe.data.cache_text == "auto" and (reason := too_many(recipe, model, needed, derived)) is None:
         num_new = world.sums({"new": float(world.checked(lambda: encode_share(texts, needed, world)))})["new"]
@@ -58,6 +61,8 @@ def texts_of(recipe: Recipe, model: DiffusionModel, data: TrainingData, derived:
 
 def keeps_encoders(recipe: Recipe, model: DiffusionModel, data: TrainingData, world_size: int) -> bool:
     """Tell, before the run, if its text encoders will stay in memory; without asking what is cached already."""
+    if recipe.data.streaming:
+        return True
     if recipe.data.cache_text == "off":
         return recipe.data.cache_dir is None
     return too_many(recipe, model, needed_texts(recipe, model, data), derive(recipe, world_size)) is not None

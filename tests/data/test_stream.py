@@ -1,0 +1,193 @@
+"""Streamed data sets: the rows of the data set, from any mark on, in equal batches at any number of ranks."""
+
+import io
+import itertools
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from wfm_ds.data.datasets import load_data, sample_set
+from wfm_ds.data.media import load_media
+from wfm_ds.data.pixels import Framing, centre
+from wfm_ds.data.stream import COMMIT, HfStream, version
+from wfm_ds.data.stream_source import StreamSource
+from wfm_ds.errors import DataError
+from wfm_ds.recipe.data import DataRecipe
+from wfm_ds.recipe.schema import Recipe
+
+FRAMING = Framing(height=16, width=16)
+NUM_ROWS, EMPTY, BROKEN = 11, 2, 6
+
+
+def recipe_of(data, **validation):
+    return Recipe(
+        run={"output_dir": "unused", "steps": 1},
+        model={"path": "unused"},
+        data={"kind": "hf", "path": str(data), "streaming": True, "shuffle": False},
+        sampling={"height": 16, "width": 16},
+        algorithm={"name": "sft"},
+        validation=validation,
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"kind": "folder"}, "streaming is for kind hf, not folder"),
+        ({"shuffle": True}, "stored order: set shuffle: false"),
+        ({"buckets": "auto"}, "buckets needs the sizes of all media"),
+        ({"cache_latents": True, "cache_dir": "c", "clip": "centre"}, "cache_latents needs media that can be read ag"),
+        ({"options": {"streaming": True}}, r"options\.streaming is the key data\.streaming"),
+    ],
+)
+def test_what_a_stream_cannot_do_is_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
+        DataRecipe(**{"kind": "hf", "path": "x", "streaming": True, "shuffle": False, **keys})
+
+
+def test_recipes_that_need_to_know_samples_before_are_refused():
+    with pytest.raises(ValueError, match=r"name a folder in validation\.path, or set validation\.holdout: 0 and"):
+        recipe_of("x")
+    with pytest.raises(ValueError, match="none are held out or shown"):
+        recipe_of("x", holdout=0)
+    assert recipe_of("x", holdout=0, prompts="p.txt").data.streaming
+    assert recipe_of("x", path="v").data.streaming
+
+
+def test_a_data_set_of_the_hub_is_streamed_at_a_commit():
+    with pytest.raises(DataError, match=r"set data\.options to \{revision: COMMIT\}, .*datasets/owner/name/commits"):
+        version("owner/name", {"revision": "main"})
+    assert COMMIT.fullmatch(version("owner/name", {"revision": "0123456789" * 4}))
+
+
+@pytest.fixture
+def hf(tmp_path, monkeypatch):
+    library = pytest.importorskip("datasets")
+    monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return library
+
+
+@pytest.fixture
+def shards(hf, tmp_path):
+    """Two shards of 7 and 4 rows in row groups of 3; row EMPTY has no caption, the image of row BROKEN is none."""
+    features = hf.Features({"image": hf.Image(), "text": hf.Value("string"), "shot": hf.Value("int64")})
+    folder = tmp_path / "set" / "data"
+    folder.mkdir(parents=True)
+    for number, rows in enumerate([range(7), range(7, NUM_ROWS)]):
+        values = {
+            "image": [{"bytes": b"no image" if i == BROKEN else encoded(i), "path": f"{i}.png"} for i in rows],
+            "text": ["" if i == EMPTY else f"picture {i}" for i in rows],
+            "shot": list(rows),
+        }
+        file = folder / f"train-{number:05}-of-00002.parquet"
+        hf.Dataset.from_dict(values, features=features).to_parquet(file, batch_size=3)
+    return folder.parent
+
+
+def encoded(seed):
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+def stream(path, **keys):
+    return HfStream(DataRecipe(kind="hf", path=str(path), streaming=True, shuffle=False, **keys))
+
+
+def test_rows_are_those_of_the_data_set_again_and_again(shards):
+    known = sample_set(DataRecipe(kind="hf", path=str(shards), max_bad_fraction=0.5), [str(shards)])
+    rows = stream(shards).read(25)
+    assert [row.epoch for row in rows] == [0] * 10 + [1] * 10 + [2] * 5
+    for row, want in zip(rows, itertools.cycle(known.samples)):
+        assert (row.sample.id, row.sample.prompt) == (want.id, want.prompt)
+        assert row.sample.media.open().read() == want.media.open().read()
+    assert len({row.sample.media.identity() for row in rows}) == 10
+
+
+@pytest.mark.parametrize("first", [0, 1, 3, 6, 9, 10, 11, 20])
+def test_a_stream_goes_on_from_a_mark_and_from_a_mark_behind_that(shards, first):
+    whole = stream(shards)
+    rows = whole.read(27)
+    one, two = stream(shards), stream(shards)
+    one.read(first)
+    three = stream(shards)
+    two.go_to(json.loads(json.dumps(one.mark())))
+    assert two.read(2) == rows[first : first + 2]
+    three.go_to(json.loads(json.dumps(two.mark())))
+    assert three.read(25 - first) == rows[first + 2 :]
+    assert three.mark()["rejected"] == whole.mark()["rejected"]
+
+
+def test_another_data_set_than_before_is_no_place_to_go_on(shards):
+    mark = stream(shards).mark()
+    (shards / "data" / "more.txt").write_text("new")
+    with pytest.raises(DataError, match=r"is not what the run was reading .* put the files back, or start a new run"):
+        stream(shards).go_to(mark)
+
+
+def test_bad_rows_and_streams_without_a_good_one_end_the_run(shards, hf, monkeypatch):
+    monkeypatch.setattr("wfm_ds.data.stream.WINDOW", 1)
+    with pytest.raises(DataError, match=r"1 of the first 3 rows cannot be used, .* the last: train/000000002 \(no cap"):
+        stream(shards).read(5)
+    features = hf.Features({"image": hf.Image(), "text": hf.Value("string")})
+    rows = hf.Dataset.from_dict({"image": [{"bytes": b"x", "path": None}], "text": [""]}, features=features)
+    for file in (shards / "data").iterdir():
+        file.unlink()
+    rows.to_parquet(shards / "data" / "train.parquet")
+    with pytest.raises(DataError, match="none of the 1 rows of split train can be used"):
+        stream(shards, max_bad_fraction=1).read(1)
+    rows.save_to_disk(shards / "saved")
+    with pytest.raises(DataError, match=r"written by save_to_disk, .* remove data\.streaming"):
+        stream(shards / "saved")
+
+
+def test_what_is_shown_and_measured_is_the_folder_of_validation(shards, tmp_path):
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / "a.png").write_bytes(encoded(50))
+    (tmp_path / "held" / "a.txt").write_text("held out")
+    data = load_data(recipe_of(shards, path=str(tmp_path / "held")))
+    assert (data.samples, [p.text for p in data.shown], len(data.held_out)) == ([], ["held out"], 1)
+
+
+@pytest.fixture
+def source(shards):
+    made = []
+
+    def make():
+        settings = {"global_batch": 4, "seed": 3, "framing": FRAMING, "max_bad_fraction": 0.5}
+        made.append(StreamSource(lambda: stream(shards), **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def facts(samples):
+    return [(s.position, s.epoch, s.sample_id, s.prompt.text, s.pixels.tobytes()) for s in samples]
+
+
+def test_batches_are_equal_at_any_number_of_ranks_and_when_a_run_goes_on_with_another(shards, source):
+    alone, pair = source(), [source(), source()]
+    steps = [facts(alone.batch(step, 0, 1)) for step in range(1, 8)]
+    assert [fact[0] for step in steps for fact in step] == list(range(28))
+    usable = [row for row in stream(shards).read(28)]
+    for row, fact in zip(usable, itertools.chain(*steps), strict=True):
+        if row.sample.id == f"train/{BROKEN:09}":
+            assert fact[2] != row.sample.id  # another row of the step stands in for it
+        else:
+            assert fact[1:3] == (row.epoch, row.sample.id)
+            assert fact[4] == load_media(row.sample.media, FRAMING, centre).tobytes()
+    for step in (1, 2, 3):
+        assert facts(pair[0].batch(step, 0, 2)) + facts(pair[1].batch(step, 1, 2)) == steps[step - 1]
+    states = json.loads(json.dumps([one.state() for one in pair]))
+    assert states[0]["stream"] == states[1]["stream"]
+    later = source()
+    later.restore_from_ranks(states, 0, 1)
+    assert [facts(later.batch(step, 0, 1)) for step in (4, 5, 6, 7)] == steps[3:]
+    assert later.bad_counts(dict) == alone.bad_counts(dict)
+    assert later.bad_counts(dict)["data/bad/no_prompt"] > 1
+    with pytest.raises(ValueError, match="step by step: 8 is next, not 5"):
+        later.batch(5, 0, 1)

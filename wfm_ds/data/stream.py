@@ -1,0 +1,189 @@
+"""`data.streaming`: rows of a data set of the library `datasets` in the order in which they are stored, from its shards
+where they are, written to no disk."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from wfm_ds.data.hf import (
+    DEFAULT_SUFFIX,
+    is_plain,
+    loaded,
+    media_column_of,
+    sample_of,
+    saved,
+    suffix_of,
+    text_column_of,
+    undecoded,
+)
+from wfm_ds.data.layout import PAGE
+from wfm_ds.data.reading import WINDOW
+from wfm_ds.data.samples import REASONS, LocalFile, Media, Sample, printable
+from wfm_ds.errors import DataError
+from wfm_ds.recipe.data import DataRecipe
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+# What the library raises where rows cannot be read, or no longer: those of pyarrow are ValueErrors or OSErrors.
+READ_ERRORS = (OSError, ValueError, TypeError, RuntimeError, LookupError, EOFError)
+
+
+@dataclass(frozen=True, slots=True)
+class RowMedia:
+    """Media whose bytes are in memory."""
+
+    name: str
+    suffix: str
+    content: bytes
+
+    def open(self) -> BinaryIO:
+        return io.BytesIO(self.content)
+
+    def identity(self) -> tuple[str | int, ...]:
+        return self.name, hashlib.sha256(self.content).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedRow:
+    """A usable row, and how often the stream was read to its end before."""
+
+    sample: Sample
+    epoch: int
+
+
+class HfStream:
+    """Usable rows of one split, from the first to the last and again, in the stream's order. Ids are those of HfRows.
+
+    A mark, JSON, names the next row: a stream that goes there reads what this one would have read.
+    """
+
+    def __init__(self, data: DataRecipe) -> None:
+        """Open the stream of data.path; no row is read. Raises DataError as HfRows does, and for data sets that cannot
+        be streamed exactly."""
+        assert isinstance(data.path, str)
+        self.source, self._split, self._max_bad_fraction = printable(data.path), data.split, data.max_bad_fraction
+        self._version = version(data.path, data.options)
+        found = loaded(data.path, data.split, {**data.options, "streaming": True})
+        if found.features is None:
+            raise DataError(
+                f"{self.source}: its files do not say which columns they have: remove data.streaming {PAGE}"
+            )
+        self._media_column, kind = media_column_of(found.features, self.source, data.image_column)
+        self._suffix = DEFAULT_SUFFIX[kind]
+        self._text_column = text_column_of(list(found.features), self.source, data.caption_column)
+        used = (self._media_column, self._text_column)
+        plain = {name: getattr(feature, "pa_type", None) for name, feature in found.features.items()}
+        self._others = [name for name, kind in plain.items() if name not in used and kind and is_plain(kind)]
+        self._dataset, self._columns = undecoded(found, self._media_column), [*used, *self._others]
+        self._epoch = self._row = self._met = 0  # _row: rows of this epoch that were read, _met: of all
+        self._rejected = Counter[str]()
+        self._open(None)
+
+    def read(self, count: int) -> list[StreamedRow]:
+        """Return the next `count` usable rows. Raises DataError where rows cannot be read, or too many are bad."""
+        found: list[StreamedRow] = []
+        while len(found) < count:
+            row = self._next()
+            if row is None:
+                self._begin_again()
+                continue
+            sample_id = f"{self._split}/{self._row:09}"
+            metadata = {name: row[name] for name in self._others}
+            sample = sample_of(sample_id, self._medium(sample_id, row), row[self._text_column], metadata)
+            self._row, self._met = self._row + 1, self._met + 1
+            if isinstance(sample, Sample):
+                found.append(StreamedRow(sample, self._epoch))
+            else:
+                self._reject(sample, sample_id)
+        return found
+
+    def mark(self) -> dict[str, Any]:
+        """Return the place of the next row, as JSON, and what is known of the rows before."""
+        return {
+            "version": self._version,
+            "epoch": self._epoch,
+            "row": self._row,
+            "met": self._met,
+            "rejected": dict(self._rejected),
+            "state": self._rows.state_dict() if self._row else None,  # of the library; None: the first row
+        }
+
+    def go_to(self, mark: Mapping[str, Any]) -> None:
+        """Go to the place of a mark. Raises DataError where the data set is another one since."""
+        if mark["version"] != self._version:
+            raise DataError(
+                f"{self.source} is not what the run was reading ({mark['version']}, now {self._version}): put the "
+                "files back, or start a new run"
+            )
+        self._epoch, self._row, self._met = mark["epoch"], mark["row"], mark["met"]
+        self._rejected = Counter(mark["rejected"])
+        self._open(mark["state"])
+
+    def _open(self, state: Mapping[str, Any] | None) -> None:
+        self._rows = self._dataset.select_columns(self._columns)  # without a place yet
+        if state is not None:
+            self._rows.load_state_dict(state)
+        self._iterator: Iterator[Mapping[str, Any]] = iter(self._rows)
+
+    def _next(self) -> Mapping[str, Any] | None:
+        """Return the next row, None after the last one."""
+        try:
+            return next(self._iterator, None)
+        except READ_ERRORS as error:
+            reason = " ".join(str(error).split())[:300]
+            where = f"row {self._row} of split {self._split}"
+            raise DataError(f"{self.source}: {where} cannot be read ({type(error).__name__}: {reason})") from error
+
+    def _begin_again(self) -> None:
+        if self._met == sum(self._rejected.values()):
+            raise DataError(f"{self.source}: none of the {self._met} rows of split {self._split} can be used {PAGE}")
+        self._epoch, self._row = self._epoch + 1, 0
+        self._open(None)
+
+    def _medium(self, sample_id: str, row: Mapping[str, Any]) -> Media | None:
+        cell = row[self._media_column]
+        if cell is None:
+            return None
+        name, content = cell["path"], cell["bytes"]
+        if content is not None:
+            return RowMedia(f"{self.source}#{sample_id}", suffix_of(name, self._suffix), content)
+        if name is not None and "://" in name:
+            raise DataError(
+                f"{self.source}: its rows name files ({printable(name)}) and do not hold their bytes; stream a data "
+                f"set in parquet shards, or remove data.streaming {PAGE}"
+            )
+        return LocalFile(name) if name is not None and os.path.isfile(name) else None
+
+    def _reject(self, reason: str, sample_id: str) -> None:
+        self._rejected[reason] += 1
+        num_bad, allowed = sum(self._rejected.values()), self._max_bad_fraction
+        if num_bad > allowed * max(self._met, WINDOW):
+            raise DataError(
+                f"{self.source}: {num_bad} of the first {self._met} rows cannot be used, data.max_bad_fraction allows "
+                f"{allowed:g}; the last: {sample_id} ({REASONS[reason]})"
+            )
+
+
+def version(path: str, options: Mapping[str, Any]) -> str:
+    """Name what a stream reads, so that a run never goes on in another one: the commit of a data set of the hub; names
+    and sizes of a folder's files. Raises DataError."""
+    if os.path.isdir(path):
+        if saved(path) or os.path.isfile(os.path.join(path, "dataset_dict.json")):
+            raise DataError(f"{path} was written by save_to_disk, and is read in place as it is: remove data.streaming")
+        files = sorted(file for file in Path(path).rglob("*") if file.is_file())
+        listing = "".join(f"{file.relative_to(path)} {file.stat().st_size}\n" for file in files)
+        return f"{len(files)} files, {hashlib.sha256(os.fsencode(listing)).hexdigest()[:16]}"
+    revision = str(options.get("revision", ""))
+    if not COMMIT.fullmatch(revision):
+        raise DataError(
+            f"{path} is streamed again by each run that goes on, and must be the same then: set data.options to "
+            f"{{revision: COMMIT}}, the 40 letters of one of https://huggingface.co/datasets/{path}/commits/main"
+        )
+    return revision

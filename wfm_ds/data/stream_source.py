@@ -1,0 +1,99 @@
+"""Batches of a stream: the same ones at any number of ranks, as every replica reads all rows and decodes its share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from wfm_ds.data.pixels import BadMedia, Framing
+from wfm_ds.data.reading import Loaded, Reader, TrainingSample, places
+from wfm_ds.data.samples import REASONS
+from wfm_ds.data.stream import HfStream, StreamedRow
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """Rows of one optimizer step, and the mark behind them."""
+
+    rows: Sequence[StreamedRow]
+    mark: dict[str, Any]
+
+
+class StreamSource(Reader):
+    """Batches of a stream, step by step: position p shows usable row p of the endless stream.
+
+    A file that cannot be decoded is replaced by another row of the same step: which one follows from the step's rows
+    alone. Rows of two steps, not decoded, are in memory.
+    """
+
+    def __init__(
+        self,
+        opened: Callable[[], HfStream],
+        *,
+        global_batch: int,
+        seed: int,
+        framing: Framing,
+        max_bad_fraction: float,
+        workers: int = 2,
+    ) -> None:
+        """`opened`: opens the stream at its first row; called at the first batch, and so by leaders alone."""
+        super().__init__(global_batch=global_batch, seed=seed, max_bad_fraction=max_bad_fraction, workers=workers)
+        self._opened, self._framing = opened, framing
+        self._stream: HfStream | None = None
+        self._mark: dict[str, Any] | None = None  # behind the last batch; None: the first row
+        self._rank = 0
+        self._pulls: dict[int, Future[Pulled]] = {}  # by step
+        self._puller = ThreadPoolExecutor(1, thread_name_prefix="stream")  # one: in order
+
+    def batch(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
+        """Return what Reader.batch does; steps follow each other."""
+        if self._pulls and step not in self._pulls:
+            raise ValueError(f"a stream is read step by step: {min(self._pulls)} is next, not {step}")
+        for due in (step, step + 1):
+            if due not in self._pulls:
+                self._pulls[due] = self._puller.submit(self._pull)
+        found = super().batch(step, rank, world_size)
+        self._rank, self._mark = rank, self._pulls.pop(step).result().mark
+        return found
+
+    def bad_counts(self, world_sums: Callable[[Mapping[str, float]], dict[str, float]]) -> dict[str, float]:
+        # Every replica meets all rows: those of the first one count.
+        known = self._mark["rejected"] if self._mark is not None and self._rank == 0 else {}
+        rejected = world_sums({f"data/bad/{reason}": known.get(reason, 0) for reason in REASONS})
+        return super().bad_counts(world_sums) | rejected
+
+    def state(self) -> dict[str, Any]:
+        """Return what this rank knows of bad files, and the place of the next row, as JSON."""
+        return {**super().state(), "stream": self._mark}
+
+    def restore_from_ranks(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> None:
+        super().restore_from_ranks(states, rank, world_size)
+        self._rank, self._mark = rank, states[0]["stream"]  # the same one of all
+
+    def close(self) -> None:
+        super().close()
+        self._puller.shutdown(wait=False, cancel_futures=True)
+
+    def _pull(self) -> Pulled:
+        if self._stream is None:
+            self._stream = self._opened()
+            if self._mark is not None:
+                self._stream.go_to(self._mark)
+        rows = self._stream.read(self.global_batch)
+        return Pulled(rows, self._stream.mark())
+
+    def _load(self, position: int) -> Loaded:
+        step, offset = divmod(position, self.global_batch)
+        rows = self._pulls[step + 1].result().rows
+        failures: list[BadMedia] = []
+        for place in places(offset, len(rows)):
+            row = rows[place]
+            try:
+                sample = self._decode(row.sample, self._framing, epoch=row.epoch, position=position)
+            except BadMedia as failure:
+                failures.append(failure)
+            else:
+                return Loaded(sample, tuple(failures))
+        return Loaded(None, tuple(failures))
