@@ -60,9 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> None:
+    from wfm_ds.distributed.accelerator import choose_accelerator
     from wfm_ds.distributed.logs import quieten_libraries
 
     quieten_libraries()
+    choose_accelerator()
     import torch
 
     from wfm_ds.checkpoint.remote import on_this_machine

@@ -116,6 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> None:
+    from wfm_ds.distributed.accelerator import choose_accelerator
     from wfm_ds.distributed.logs import quieten_libraries
 
     if args.guidance_low is not None and args.guidance == 1:
@@ -127,6 +128,7 @@ def run(args: argparse.Namespace) -> None:
     if args.first_frame is not None:
         check_first_frame(args.first_frame, args.frames)
     quieten_libraries()
+    choose_accelerator()
     args.title = title(args)
     with contextlib.ExitStack() as held:
         fetch(args, held)

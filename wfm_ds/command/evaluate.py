@@ -92,9 +92,11 @@ def names(text: str) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
+    from wfm_ds.distributed.accelerator import choose_accelerator
     from wfm_ds.distributed.logs import quieten_libraries
 
     quieten_libraries()  # before they are imported: they say most of it then
+    choose_accelerator()
     from wfm_ds.command.evaluated import entries_of
     from wfm_ds.data.prompts import load_prompt_file
     from wfm_ds.generate import require_empty
