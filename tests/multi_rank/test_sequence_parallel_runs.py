@@ -31,7 +31,7 @@ def digits(tmp_path_factory):
 
 def train_and_count(recipe, overrides):
     """One rank's part of a run, and how many files it read, batches it submitted and samples it decoded."""
-    from wfm_ds.data import order
+    from wfm_ds.data import reading
     from wfm_ds.models.base import DiffusionModel
     from wfm_ds.rollout.rewards import RewardClient
     from wfm_ds.training import first_frames
@@ -49,7 +49,7 @@ def train_and_count(recipe, overrides):
         return lambda: setattr(owner, name, stock)
 
     undo = [
-        counting(order, "load_media", "read"),
+        counting(reading, "load_media", "read"),
         counting(first_frames, "load_media", "read"),
         counting(RewardClient, "submit", "submitted"),
         counting(DiffusionModel, "decode", "decoded", lambda _, latents: len(latents)),
