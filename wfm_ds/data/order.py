@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from wfm_ds.data.pixels import BadMedia, Framing
-from wfm_ds.data.reading import Loaded, Reader, TrainingSample, places
+from wfm_ds.data.pixels import Framing
+from wfm_ds.data.reading import Candidate, Reader, places
 from wfm_ds.data.samples import Media, Sample
 from wfm_ds.errors import DataError
 from wfm_ds.seeds import derive_seed
@@ -173,17 +173,8 @@ class BatchSource(Reader):
         self.order = BucketOrder(buckets, unit=unit, seed=seed, shuffle=shuffle)
         self.framings = framings
 
-    def _load(self, position: int) -> Loaded:
+    def _candidates(self, position: int) -> Iterator[Candidate]:
         due = self.order.place(position)
-        failures: list[BadMedia] = []
         for offset in places(due.offset, self.order.counts[due.bucket]):
             place = dataclasses.replace(due, offset=offset)
-            try:
-                return Loaded(self._at(place, position), tuple(failures))
-            except BadMedia as failure:
-                failures.append(failure)
-        return Loaded(None, tuple(failures))
-
-    def _at(self, place: Place, position: int) -> TrainingSample:
-        sample, framing = self.samples[self.order.sample(place)], self.framings[place.bucket]
-        return self._decode(sample, framing, epoch=place.epoch, position=position)
+            yield Candidate(self.samples[self.order.sample(place)], self.framings[place.bucket], place.epoch)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -59,6 +59,15 @@ class Loaded:
     failures: tuple[BadMedia, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A sample that a position may show, the framing of its pixels, and the pass over the data that it is met in."""
+
+    sample: Sample
+    framing: Framing
+    epoch: int
+
+
 class Reader(ABC):
     """Batches of an endless pass over data: optimizer step s trains positions (s-1) * global_batch up to
     s * global_batch, cut by rank. Ranks are data-parallel ones.
@@ -91,8 +100,9 @@ class Reader(ABC):
         self._ahead: dict[int, Future[Loaded]] = {}  # by position
 
     @abstractmethod
-    def _load(self, position: int) -> Loaded:
-        """Runs in the pool: reads what this position shows, changes nothing."""
+    def _candidates(self, position: int) -> Iterator[Candidate]:
+        """Yield what this position may show: its own sample, then the substitutes, should it be bad. Runs in the pool:
+        changes nothing."""
 
     def batch(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
         """This rank's contiguous share of the global batch of optimizer step `step` (from 1), in order.
@@ -154,8 +164,19 @@ class Reader(ABC):
         ahead = self._ahead
         return {p: ahead.pop(p) if p in ahead else self._pool.submit(self._load, p) for p in positions}
 
-    def _decode(self, sample: Sample, framing: Framing, *, epoch: int, position: int) -> TrainingSample:
-        """Decode one sample. Raises BadMedia."""
+    def _load(self, position: int) -> Loaded:
+        """Read the first usable one of the candidates. Runs in the pool: changes nothing."""
+        failures: list[BadMedia] = []
+        for candidate in self._candidates(position):
+            try:
+                return Loaded(self._decode(candidate, position), tuple(failures))
+            except BadMedia as failure:
+                failures.append(failure)
+        return Loaded(None, tuple(failures))
+
+    def _decode(self, candidate: Candidate, position: int) -> TrainingSample:
+        """Raises BadMedia."""
+        sample, framing, epoch = candidate.sample, candidate.framing, candidate.epoch
 
         def decoded(media: Media, rejected: TrainingSample | None = None) -> TrainingSample:
             pixels = None

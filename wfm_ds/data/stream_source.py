@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from wfm_ds.data.pixels import BadMedia, Framing
-from wfm_ds.data.reading import Loaded, Reader, TrainingSample, places
+from wfm_ds.data.pixels import Framing
+from wfm_ds.data.reading import Candidate, Reader, TrainingSample, places
 from wfm_ds.data.samples import REASONS
 from wfm_ds.data.stream import HfStream, StreamedRow
 
@@ -84,16 +84,8 @@ class StreamSource(Reader):
         rows = self._stream.read(self.global_batch)
         return Pulled(rows, self._stream.mark())
 
-    def _load(self, position: int) -> Loaded:
+    def _candidates(self, position: int) -> Iterator[Candidate]:
         step, offset = divmod(position, self.global_batch)
         rows = self._pulls[step + 1].result().rows
-        failures: list[BadMedia] = []
         for place in places(offset, len(rows)):
-            row = rows[place]
-            try:
-                sample = self._decode(row.sample, self._framing, epoch=row.epoch, position=position)
-            except BadMedia as failure:
-                failures.append(failure)
-            else:
-                return Loaded(sample, tuple(failures))
-        return Loaded(None, tuple(failures))
+            yield Candidate(rows[place].sample, self._framing, rows[place].epoch)
