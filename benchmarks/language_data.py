@@ -24,10 +24,9 @@ def write_reasoner(folder: Path, *, small: bool) -> None:
 
     from wfm_ds.models.base import seeded, without_progress_bars
     from wfm_ds.models.tiny.parts.chat import LanguageFolder, chat_tokenizer
-    from wfm_ds.models.tiny.parts.qwen import SPECIAL
+    from wfm_ds.models.tiny.parts.qwen import end_ids, media_ids
 
     tokenizer = chat_tokenizer()
-    ids = dict(zip(SPECIAL, tokenizer.convert_tokens_to_ids(list(SPECIAL)), strict=True))
     width, depth = (32, 1) if small else (256, 6)
     config = Qwen3VLConfig(
         text_config={
@@ -45,8 +44,7 @@ def write_reasoner(folder: Path, *, small: bool) -> None:
                 "mrope_section": [width // 32, width // 32 * 3 // 2, width // 8 - width // 32 - width // 32 * 3 // 2],
                 "mrope_interleaved": True,
             },
-            "bos_token_id": ids["<|endoftext|>"],
-            "eos_token_id": ids["<|im_end|>"],
+            **end_ids(tokenizer),
             "tie_word_embeddings": True,
         },
         vision_config={
@@ -58,10 +56,7 @@ def write_reasoner(folder: Path, *, small: bool) -> None:
             "num_position_embeddings": 64,
             "deepstack_visual_indexes": [0],
         },
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
+        **media_ids(tokenizer),
         tie_word_embeddings=True,
     )
     with seeded(0), without_progress_bars():

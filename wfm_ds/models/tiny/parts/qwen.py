@@ -49,9 +49,25 @@ def qwen_tokenizer(*, add_prefix_space: bool = True) -> Qwen2Tokenizer:
     return tokenizer
 
 
+def end_ids(tokenizer: Any) -> dict[str, int]:
+    """The ids in the configuration of a language model that a text begins and ends with."""
+    names = {"bos_token_id": "<|endoftext|>", "eos_token_id": "<|im_end|>"}
+    return {key: tokenizer.convert_tokens_to_ids(token) for key, token in names.items()}
+
+
+def media_ids(tokenizer: Any) -> dict[str, int]:
+    """The ids in the configuration of a vision-language model that stand for media."""
+    names = {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    }
+    return {key: tokenizer.convert_tokens_to_ids(token) for key, token in names.items()}
+
+
 def qwen_encoder(tokenizer: Any, seed: int) -> Qwen2_5_VLForConditionalGeneration:
     """Two layers of width 32: a pipeline that joins all layers sees 64 features."""
-    ids = dict(zip(SPECIAL, tokenizer.convert_tokens_to_ids(list(SPECIAL)), strict=True))
     config = Qwen2_5_VLConfig(
         text_config={
             "vocab_size": len(tokenizer),
@@ -62,8 +78,7 @@ def qwen_encoder(tokenizer: Any, seed: int) -> Qwen2_5_VLForConditionalGeneratio
             "num_key_value_heads": 1,
             "max_position_embeddings": 1024,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
-            "bos_token_id": ids["<|endoftext|>"],
-            "eos_token_id": ids["<|im_end|>"],
+            **end_ids(tokenizer),
         },
         vision_config={
             "depth": 1,
@@ -73,10 +88,7 @@ def qwen_encoder(tokenizer: Any, seed: int) -> Qwen2_5_VLForConditionalGeneratio
             "out_hidden_size": 32,
             "fullatt_block_indexes": [0],
         },
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
+        **media_ids(tokenizer),
     )
     with seeded(seed):
         return spread_text_weights(Qwen2_5_VLForConditionalGeneration(config), seed)

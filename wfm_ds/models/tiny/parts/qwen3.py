@@ -1,0 +1,65 @@
+"""Parts of Qwen3-VL in miniature, with and without experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import PreTrainedModel, Qwen2VLImageProcessorPil
+
+from wfm_ds.models.base import seeded
+from wfm_ds.models.tiny.parts.chat import LanguageFolder, chat_tokenizer
+from wfm_ds.models.tiny.parts.qwen import end_ids, media_ids
+from wfm_ds.models.tiny.parts.weights import spread_text_weights
+
+SIZE = {"shortest_edge": 32 * 32, "longest_edge": 32 * 32 * 16}
+
+
+def qwen3_folder(
+    network: Callable[[Any], PreTrainedModel],
+    config: Callable[..., Any],
+    seed: int,
+    *,
+    text: Mapping[str, Any],
+    **top: Any,
+) -> LanguageFolder:
+    """The model in float32 and its processors: two layers of width 32, and a vision tower of two.
+
+    network, config: classes of transformers. text, top: what this configuration has beside, in its text section and
+    outside of its sections.
+    """
+    tokenizer = chat_tokenizer()
+    found = config(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "max_position_embeddings": 1024,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "mrope_section": [2, 3, 3],
+                "mrope_interleaved": True,
+            },
+            **end_ids(tokenizer),
+            **text,
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+        **media_ids(tokenizer),
+        **top,
+    )
+    with seeded(seed):
+        model = spread_text_weights(network(found), seed)
+    return LanguageFolder(model.eval(), tokenizer, Qwen2VLImageProcessorPil(size=SIZE, patch_size=16))
