@@ -14,6 +14,7 @@ from typing import Any
 
 from wfm_ds.errors import RecipeError
 from wfm_ds.monitoring.samples import TABLE
+from wfm_ds.recipe.tree import flat
 from wfm_ds.storage.atomic import finite_or_none
 
 MAX_POINTS, MAX_CURVES = 1000, 40  # of a curve; of the page
@@ -272,7 +273,7 @@ def recipe_facts(path: Path) -> dict[str, Any]:
         recipe = recipe_file.load(path)
     except RecipeError:
         return {"text": text}
-    changed = dotted(recipe.model_dump(mode="json", exclude_defaults=True))
+    changed = flat(recipe.model_dump(mode="json", exclude_defaults=True))
     return {
         "text": text,
         "changed": {key: json.dumps(value)[:MAX_CHARACTERS] for key, value in changed.items()},
@@ -280,14 +281,6 @@ def recipe_facts(path: Path) -> dict[str, Any]:
         "model": str(recipe.model.path)[:MAX_CHARACTERS],
         "algorithm": recipe.algorithm.name,
     }
-
-
-def dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one, with dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
 
 
 def read_object(path: Path) -> dict[str, Any]:

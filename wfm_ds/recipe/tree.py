@@ -5,7 +5,7 @@ Pure: no file is read here and no key is known here. What YAML means is yaml_tex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -82,6 +82,14 @@ def refuse(problems: Sequence[Problem]) -> None:
 
 def dotted(path: KeyPath) -> str:
     return ".".join(shortened(str(part)) for part in path)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested mappings as one, with dotted keys; lists stay whole."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
 
 
 def shortened(text: str) -> str:

@@ -8,10 +8,9 @@ import errno
 import fcntl
 import logging
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from wfm_ds.checkpoint import remote, store
 from wfm_ds.checkpoint.remote import RemoteCheckpoint
@@ -22,6 +21,7 @@ from wfm_ds.monitoring.run_page import is_ours
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.derived import derive
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.tree import flat
 from wfm_ds.run import layout
 from wfm_ds.run.layout import EARLIER, METRICS, RECIPE, RECORD, RESULT, RUN_FILES, RUN_FOLDERS, TENSORBOARD, Contents
 from wfm_ds.run.place import is_below, require_inputs_elsewhere, require_usable
@@ -205,14 +205,6 @@ def differences(there: Recipe, here: Recipe) -> list[str]:
         for key in dict.fromkeys([*old, *new])
         if old.get(key) != new.get(key) and (key in fixed or not key.startswith(MAY_CHANGE))
     ]
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as one, with dotted keys; lists stay whole."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
 
 
 def require_same_batch(found: Checkpoint | RemoteCheckpoint, recipe: Recipe, world_size: int) -> None:

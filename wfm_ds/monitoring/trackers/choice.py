@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from importlib.util import find_spec
 
-from wfm_ds.monitoring.run_data import dotted
 from wfm_ds.monitoring.tracking import RunFacts, Subscriber, Tracker, TrackerError
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.tree import flat
 
 TRACKERS = {
     "tensorboard": ("tensorboard", "TensorBoard"),
@@ -39,7 +39,7 @@ def open_trackers(recipe: Recipe, resumed_at: int | None) -> list[Subscriber]:
                 output_dir=recipe.run.output_dir,
                 name=settings.run_name or recipe.run.output_dir.resolve().name,
                 project=settings.project,
-                recipe=dotted(recipe.model_dump(mode="json", exclude_none=True)),
+                recipe=flat(recipe.model_dump(mode="json", exclude_none=True)),
                 resumed_at=resumed_at,
                 options={} if name == "tensorboard" else getattr(settings, name),
             )
