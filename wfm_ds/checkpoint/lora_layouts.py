@@ -76,12 +76,7 @@ def kohya(layers: LoraLayers, names: Names) -> dict[str, Tensor]:
     as `dora_scale` [out, 1]."""
     tensors: dict[str, Tensor] = {}
     for module, layer in originals(layers, names).items():
-        key = "lora_unet_" + module.replace(".", "_")
-        tensors[f"{key}.lora_down.weight"] = stored(layer.A)
-        tensors[f"{key}.lora_up.weight"] = stored(layer.B)
-        tensors[f"{key}.alpha"] = torch.tensor(layer.alpha)
-        if layer.magnitude is not None:
-            tensors[f"{key}.dora_scale"] = stored(by_row(layer.magnitude, layer.A))
+        tensors |= of_layer(layer, "lora_unet_" + module.replace(".", "_"), ("lora_down", "lora_up"))
     return tensors
 
 
@@ -95,12 +90,19 @@ def comfyui(layers: LoraLayers, names: Names, weight: Weight | None) -> dict[str
         _require_known(layers, names)
     tensors: dict[str, Tensor] = {}
     for module, layer in (layers if of_diffusers else originals(layers, names)).items():
-        key = f"{names.comfyui_prefix}.{module}"
-        tensors[f"{key}.lora_A.weight"] = stored(layer.A)
-        tensors[f"{key}.lora_B.weight"] = stored(layer.B)
-        tensors[f"{key}.alpha"] = torch.tensor(layer.alpha)
-        if layer.magnitude is not None:
-            tensors[f"{key}.dora_scale"] = stored(by_row(layer.magnitude, layer.A))
+        tensors |= of_layer(layer, f"{names.comfyui_prefix}.{module}", ("lora_A", "lora_B"))
+    return tensors
+
+
+def of_layer(layer: LoraLayer, key: str, matrices: tuple[str, str]) -> dict[str, Tensor]:
+    """The tensors of a layer where each has its own alpha. matrices: the names of A and B."""
+    tensors = {
+        f"{key}.{matrices[0]}.weight": stored(layer.A),
+        f"{key}.{matrices[1]}.weight": stored(layer.B),
+        f"{key}.alpha": torch.tensor(layer.alpha),
+    }
+    if layer.magnitude is not None:
+        tensors[f"{key}.dora_scale"] = stored(by_row(layer.magnitude, layer.A))
     return tensors
 
 
