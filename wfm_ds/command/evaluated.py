@@ -15,10 +15,8 @@ from wfm_ds.checkpoint.remote import on_this_machine
 from wfm_ds.checkpoint.store import STEP_FOLDER
 from wfm_ds.errors import UserError
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.run.layout import RECIPE, read_recipe
+from wfm_ds.run.layout import EXPORTS, RECIPE, read_recipe
 from wfm_ds.storage.filesystem import is_remote
-
-EXPORTS = "safetensors"  # of a run, its exports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

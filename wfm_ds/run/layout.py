@@ -22,6 +22,7 @@ RECIPE, METRICS, RESULT = "recipe.yaml", "metrics.jsonl", "result.json"
 RUN_FILES = (RECIPE, METRICS, RESULT)
 TENSORBOARD = "tensorboard"
 CHECKPOINTS = "checkpoints"
+EXPORTS = "safetensors"
 REWARD = "reward"  # the services' log, which a run that failed before its first step leaves
 FETCHED = "fetched"  # a checkpoint of another run's storage, until this run has taken it up
 POLICY = "policy"  # weights for the workers of an async run, while it runs
@@ -30,7 +31,7 @@ TRACKERS = "trackers"  # files of trackers: wandb, mlflow, trackio
 EARLIER = "earlier"  # the metrics of attempts that ended before their first checkpoint, numbered from 1
 PAGE, PAGE_FOLDER = "index.html", "page"  # for people: a page without the files above is no run
 RUN_FOLDERS = (
-    *(TENSORBOARD, "samples", "safetensors", CHECKPOINTS, "logs", REWARD, FETCHED, POLICY, ROLLOUT, EARLIER),
+    *(TENSORBOARD, "samples", EXPORTS, CHECKPOINTS, "logs", REWARD, FETCHED, POLICY, ROLLOUT, EARLIER),
     PAGE_FOLDER,
     TRACKERS,
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from wfm_ds.run.hub_push import HubPush
 from wfm_ds.run.job import CommonJob
+from wfm_ds.run.layout import EXPORTS
 
 
 class Exporter:
@@ -42,7 +43,7 @@ class Exporter:
     def _export(self, step: int) -> None:
         job = self.job
         with job.timer("export"):
-            out = job.recipe.run.output_dir / "safetensors" / f"step_{step}"
+            out = job.recipe.run.output_dir / EXPORTS / f"step_{step}"
             folder = job.world.checked(lambda: job.export(out))
         self._written = (step, folder)
         if job.mirror is not None:
