@@ -21,12 +21,6 @@ from wfm_ds.recipe import file as recipe_file
 from wfm_ds.training.check import check
 from wfm_ds.training.language_build import reader_of, row_order
 
-
-def report(recipe, world_size):
-    """What a check prints."""
-    return str(check(recipe, world_size))
-
-
 ALONE = World.alone()
 
 
@@ -189,7 +183,7 @@ def test_media_that_break_later_are_left_out_of_their_rows(load, squares):
 
 def test_the_report_of_a_check(load, root, squares, tiny, tmp_path):
     recipe, _, data = load(f"run.output_dir={tmp_path / 'out'}")
-    lines = report(recipe, 1)
+    lines = str(check(recipe, 1))
     assert f"{len(data.training.lengths)} conversations, {len(data.held_out.lengths)} held out, 0 left out" in lines
     assert lines.endswith("all checks passed")
     assert not (tmp_path / "out").exists()

@@ -20,11 +20,6 @@ from wfm_ds.training.language_build import reader_of, trained_shadow
 from wfm_ds.training.language_estimate import language_estimate
 
 
-def report(recipe, world_size):
-    """What a check prints."""
-    return str(check(recipe, world_size))
-
-
 @pytest.fixture(scope="module")
 def squares(tmp_path_factory):
     folder = tmp_path_factory.mktemp("squares") / "data"
@@ -68,7 +63,7 @@ def test_activations_are_those_that_live_in_a_step(root, squares, family, change
 
 
 def test_a_check_shows_the_parts(root, squares, tmp_path):
-    lines = report(recipe_of(root, squares, f"run.output_dir={tmp_path / 'run'}"), 2)
+    lines = str(check(recipe_of(root, squares, f"run.output_dir={tmp_path / 'run'}"), 2))
     for part in ("weights", "optimizer states", "activations", "logits", "gradients", "DeepSpeed"):
         assert f"\n  {part} " in lines
     assert "model parameters           112,320, trained 112,320" in lines

@@ -19,11 +19,6 @@ from wfm_ds.training.check import check
 from wfm_ds.training.preflight import preflight
 
 
-def report(recipe, world_size):
-    """What a check prints."""
-    return str(check(recipe, world_size))
-
-
 @pytest.fixture
 def rl(tmp_path, root, tiny_pipelines):
     """A recipe that passes, changed by overrides."""
@@ -76,7 +71,7 @@ def test_good_recipes_pass_and_write_nothing(rl, sft, tmp_path):
 
 
 def test_report_names_the_derived_numbers(sft):
-    text = report(sft(), world_size=2)
+    text = str(check(sft(), world_size=2))
     assert "samples per step           16 (8 a rank)" in text
     assert "39 to train on, 1 held out" in text
     assert "denoiser parameters        87,168, trained 87,168" in text
@@ -84,7 +79,7 @@ def test_report_names_the_derived_numbers(sft):
 
 
 def test_report_says_how_often_prompts_come_that_rewards_choose_among(rl, caplog):
-    spread = report(rl("run.steps=40", "data.choose=spread"), world_size=1)
+    spread = str(check(rl("run.steps=40", "data.choose=spread"), world_size=1))
     assert "prompts                    12, by spread, 6.67 times each on average\n" in spread
     assert "data.choose" not in caplog.text
     preflight(rl("run.steps=12", "data.choose=spread"), world_size=1)
@@ -100,9 +95,9 @@ def test_report_says_how_often_prompts_come_that_rewards_choose_among(rl, caplog
     ],
 )
 def test_a_kernel_of_attention_that_cannot_serve_is_refused(sft, name, words):
-    assert "attention                  native" in report(sft(), world_size=1)
+    assert "attention                  native" in str(check(sft(), world_size=1))
     with pytest.raises(UserError, match=rf"^model\.attention: {words}.*, or set it to auto or native$"):
-        report(sft(f"model.attention={name}"), world_size=1)
+        str(check(sft(f"model.attention={name}"), world_size=1))
 
 
 def test_replicas_must_fit_on_a_node(sft, monkeypatch):
@@ -118,7 +113,7 @@ def test_lora_parameters_of_the_report_are_those_that_peft_adds(sft):
     model.denoiser.requires_grad_(False)
     model.denoiser.add_adapter(LoraConfig(r=4, target_modules=list(model.default_lora_targets)))
     added = sum(p.numel() for p in model.denoiser.parameters() if p.requires_grad)
-    assert f"trained {added:,}" in report(recipe, world_size=1)
+    assert f"trained {added:,}" in str(check(recipe, world_size=1))
 
 
 @pytest.mark.parametrize(
@@ -188,8 +183,8 @@ def test_report_looks_into_the_first_files(sft, images):
         (images / f"{i:02d}.png").write_bytes(b"")
     preflight(sft(), world_size=1)  # a start looks at names only
     with pytest.raises(DataError, match=r"4 of the 36 samples .* the 2 that .* allows of all 40; .*00\.png: cannot"):
-        report(sft(), world_size=1)
-    assert "all checks passed" in report(sft("data.max_bad_fraction=0.2"), world_size=1)
+        str(check(sft(), world_size=1))
+    assert "all checks passed" in str(check(sft("data.max_bad_fraction=0.2"), world_size=1))
 
 
 def test_few_broken_media_are_judged_by_the_size_of_their_data_set(sft, images, caplog):
@@ -211,8 +206,8 @@ def test_sizes_of_buckets_that_the_family_has_not_are_refused_and_others_are_loo
     Image.new("RGB", (64, 32)).save(images / "01.png")
     (images / "02.png").write_bytes(b"")
     with pytest.raises(RecipeError, match=r"data\.buckets: the size \[\d+, \d+\] cannot be trained on: .* must be a"):
-        report(sft(f"data.buckets={buckets}", "sampling.height=128", "sampling.width=128"), world_size=1)
-    assert "all checks passed" in report(sft("data.buckets=auto"), world_size=1)
+        str(check(sft(f"data.buckets={buckets}", "sampling.height=128", "sampling.width=128"), world_size=1))
+    assert "all checks passed" in str(check(sft("data.buckets=auto"), world_size=1))
 
 
 @pytest.mark.parametrize(
@@ -347,7 +342,7 @@ def dpo(tmp_path, root, tiny_pipelines, images):
 
 
 def test_the_report_of_pairs_counts_them_and_the_forwards_of_the_reference(dpo, images):
-    lines = report(dpo(), 2).splitlines()
+    lines = str(check(dpo(), 2)).splitlines()
     data = load_data(dpo())
     assert len(data.samples) + len(data.held_out) == 20
     assert data.held_out
@@ -359,7 +354,7 @@ def test_the_report_of_pairs_counts_them_and_the_forwards_of_the_reference(dpo, 
     for sample in data.samples[:5]:
         sample.rejected.path.write_bytes(b"")
     with pytest.raises(DataError, match=r"of the \d+ samples that were tried cannot be used"):
-        report(dpo(), 2)
+        str(check(dpo(), 2))
 
 
 @pytest.fixture
