@@ -2,6 +2,7 @@
 
 python -m benchmarks.flops RECIPE [section.key=value ...]     one recipe, purpose by purpose
 python -m benchmarks.flops RECIPE RECIPE ...                  one row a recipe
+python -m benchmarks.flops RECIPE --tflops 400                the hours of a run whose GPUs reach so much
 python -m benchmarks.flops --model sd35m --algo nft           a released model with an algorithm's published batch
 
 Forwards follow from the recipe (wfm_ds/training/forwards.py), FLOPs of one from the denoiser's operators
@@ -219,18 +220,23 @@ class Count:
         ]
         return "\n".join(lines)
 
-    def row(self, name: str) -> dict[str, str]:
-        """The same in one line of a table."""
+    def row(self, name: str, tflops: float | None = None) -> dict[str, str]:
+        """The same in one line of a table; with the hours of the run's steps where each GPU reaches `tflops` TFLOP/s."""
         *purposes, total = cost(self.steps, self.flops, self.derived.num_replicas)
         forwards = ", ".join(f"{row['purpose']} {row['forwards a rank']:,.6g}" for row in purposes)
-        size = self.recipe.sampling
+        size, step = self.recipe.sampling, total["forward FLOP"] + total["backward FLOP"]
+        hours = {}
+        if tflops is not None:
+            seconds = self.recipe.run.steps * step / (tflops * 1e12 * self.derived.world_size)
+            hours = {"hours": f"{seconds / 3600:.3g}"}
         return {
             "recipe": f"`{name}`",
             "size": " x ".join(str(n) for n in (size.height, size.width, size.num_frames)),
             "forwards a rank and step": forwards,
             "a sample forward": f"{with_prefix(self.flops.forward)}FLOP",
             "and backward": f"{with_prefix(self.flops.backward + self.flops.recompute)}FLOP",
-            "a step": f"{with_prefix(total['forward FLOP'] + total['backward FLOP'])}FLOP",
+            "a step": f"{with_prefix(step)}FLOP",
+            **hours,
         }
 
 
@@ -253,6 +259,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--model", choices=RELEASED, help="a released model in place of the recipe's")
     p.add_argument("--algo", choices=ALGORITHMS, help="an algorithm with its published batch, instead of a recipe")
     p.add_argument("--ranks", type=int, default=8, help="GPUs (default: 8)")
+    p.add_argument("--tflops", type=float, help="TFLOP/s that a GPU is assumed to reach: adds the hours of the run")
     return p
 
 
@@ -267,8 +274,8 @@ def run(args: argparse.Namespace) -> None:
     else:
         loaded = [recipe_file.load(Path(path), overrides) for path in recipes]
         counts = [Count.of(r, Subject.released(known) if known else Subject.of(r), args.ranks) for r in loaded]
-    rows = [count.row(Path(path).name) for path, count in zip(recipes, counts, strict=False)]
-    sys.stdout.write((table(rows) if len(rows) > 1 else counts[0].report()) + "\n")
+    rows = [count.row(Path(path).name, args.tflops) for path, count in zip(recipes, counts, strict=False)]
+    sys.stdout.write((table(rows) if len(rows) > 1 or args.tflops else counts[0].report()) + "\n")
 
 
 if __name__ == "__main__":
