@@ -129,6 +129,10 @@ class QwenImage(DiffusionModel):
     def num_tokens(self, shape: Sequence[int]) -> int:
         return int(shape[1] // PATCH * (shape[2] // PATCH))
 
+    def sigmas(self, num_steps: int, shape: Sequence[int]) -> Tensor:
+        """As every family's; one step goes from 1 to 0, where the scheduler divides by the 0 between its ends."""
+        return torch.tensor([1.0, 0.0], dtype=torch.float64) if num_steps == 1 else super().sigmas(num_steps, shape)
+
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
         """The pipeline's own grid, and a shift that grows with the size."""
         config = self.pipeline.scheduler.config
