@@ -98,13 +98,13 @@ class QwenImage(DiffusionModel):
             raise ValueError(
                 f"qwen_image takes latents [B,C,h,w] and has one expert, got {list(latents.shape)}, expert {expert}"
             )
-        count, _, h, w = latents.shape
+        h, w = latents.shape[2:]
         velocity: Tensor = self.denoiser(
             hidden_states=packed(latents).to(self.dtype),
             timestep=sigma,
             encoder_hidden_states=conditioning[EMBEDS].to(self.dtype),
             encoder_hidden_states_mask=conditioning[MASK],
-            img_shapes=[[(1, h // PATCH, w // PATCH)]] * count,
+            img_shapes=(1, h // PATCH, w // PATCH),  # one size for all samples
             return_dict=False,
         )[0]
         return unpacked(velocity, h, w).float()
