@@ -21,6 +21,9 @@ from wfm_ds.models.tiny.parts.weights import heed_text
 NEWLINE = "\u010a"  # how byte-level BPE writes it
 TEXT_SEED = 14
 TRANSFORMER_SEED, VAE_SEED = 0, 1
+CONTRAST = (
+    3.0  # pictures of a random decoder are nearly grey, and what two training steps change would be no level of 255
+)
 # The words and marks of the pipeline's template: with them it has the 34 tokens that the pipeline drops of each text.
 TEMPLATE_WORDS = (
     *("Describe", "image", "by", "detailing", "color", "shape", "size", "texture", "quantity"),
@@ -48,6 +51,7 @@ def build() -> tuple[QwenImagePipeline, dict[str, Any]]:
         transformer = heed_text(QwenImageTransformer2DModel(**TRANSFORMER), 4.0)
     with seeded(VAE_SEED):
         vae = AutoencoderKLQwenImage(**STOCK)
+    vae.decoder.conv_out.weight.data.mul_(CONTRAST)
     pipeline = QwenImagePipeline(
         transformer=transformer.eval(),
         vae=vae.eval(),
