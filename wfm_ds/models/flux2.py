@@ -117,7 +117,7 @@ class Flux2Klein(DiffusionModel):
             img_ids=image_ids.expand(count, -1, -1),
             return_dict=False,
         )[0]
-        return velocity.transpose(1, 2).unflatten(2, (h, w)).float()
+        return velocity.transpose(1, 2).reshape(count, -1, h, w).float()
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
         """(4 C, H / 2 f, W / 2 f): the channels of a patch."""

@@ -156,5 +156,5 @@ def packed(latents: Tensor) -> Tensor:
 
 def unpacked(tokens: Tensor, h: int, w: int) -> Tensor:
     """Latents [B, C, h, w] of their tokens."""
-    patches = tokens.transpose(1, 2).unflatten(2, (h // PATCH, w // PATCH))
+    patches = tokens.transpose(1, 2).reshape(len(tokens), -1, h // PATCH, w // PATCH)
     return functional.pixel_shuffle(patches, PATCH)
