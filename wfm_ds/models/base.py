@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -54,7 +55,7 @@ class DiffusionModel(ABC):
     family: ClassVar[str]
     pipeline_classes: ClassVar[tuple[str, ...]]  # matched against model_index.json:_class_name
     conditioning_keys: ClassVar[frozenset[str]]  # what encode_text returns and denoise expects, exactly
-    default_lora_targets: ClassVar[tuple[str, ...]]  # suffixes of linear layers
+    default_lora_targets: ClassVar[tuple[str, ...]]  # suffixes of linear layers; {} is the number of a block
     lora_names: ClassVar[tuple[LoraName, ...]] = ()  # what other tools call the layers (models/lora_names.py)
     comfyui_prefix: ClassVar[Literal["transformer", "diffusion_model"]] = "diffusion_model"  # with it: original names
     required_parts: ClassVar[tuple[str, ...]]  # names in model_index.json that must not be null
@@ -132,6 +133,9 @@ class DiffusionModel(ABC):
         A family may then compute once for each prompt, in encode_text, what depends on frozen layers alone.
         """
 
+    def check_sampling(self, sampling: SamplingRecipe) -> None:  # noqa: B027, most families draw whatever is asked for
+        """ModelError for settings that the stock pipeline has no way to draw with."""
+
     def check_prompts(self, prompts: Sequence[str]) -> None:  # noqa: B027, most families have no guardrail
         """ModelError if the pipeline's guardrail refuses a prompt that is to be generated from."""
 
@@ -205,6 +209,16 @@ class DiffusionModel(ABC):
         """Repeat every row k times in succession: equal to encoding each prompt k times."""
         return {name: tensor.repeat_interleave(k, dim=0) for name, tensor in conditioning.items()}
 
+    @staticmethod
+    def stack(rows: Sequence[Conditioning]) -> Conditioning:
+        """Join rows of texts, encoded one by one, in their order. ValueError for unlike shapes: a family whose texts
+        have lengths of their own pads them to the longest."""
+        for name in rows[0]:
+            shapes = {tuple(row[name].shape[1:]) for row in rows}
+            if len(shapes) > 1:
+                raise ValueError(f"{name} has {' and '.join(str(list(shape)) for shape in sorted(shapes))}")
+        return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
     @torch.no_grad()
     def encode_pixels(self, pixels: Tensor) -> Tensor:
         """Normalised latents of pixels in [0, 1], all float32; ValueError for others.
@@ -217,9 +231,7 @@ class DiffusionModel(ABC):
         height, width = pixels.shape[-2:]
         self.latent_shape(height, width, pixels.shape[2] if self.video else 1)
         shifted = 2 * pixels.to(self.device) - 1
-        return torch.cat(
-            [vae.encode(self.pipeline.vae, part) for part in torch.split(shifted, self.encode_batch(pixels))]
-        )
+        return torch.cat([self.to_latents(part) for part in torch.split(shifted, self.encode_batch(pixels))])
 
     def encode_batch(self, pixels: Tensor) -> int:
         """Number of these media to encode at once. One video: latents that are kept must not depend on what was encoded
@@ -239,7 +251,15 @@ class DiffusionModel(ABC):
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Pixels in [0, 1] of normalised latents, all float32, in the layouts of encode_pixels."""
-        return (vae.decode(self.pipeline.vae, latents.to(self.device)) / 2 + 0.5).clamp(0, 1)
+        return (self.to_pixels(latents.to(self.device)) / 2 + 0.5).clamp(0, 1)
+
+    def to_latents(self, pixels: Tensor) -> Tensor:
+        """Normalised latents of pixels in [-1, 1], both float32, on the device."""
+        return vae.encode(self.pipeline.vae, pixels)
+
+    def to_pixels(self, latents: Tensor) -> Tensor:
+        """Pixels, roughly in [-1, 1], of normalised latents, both float32, on the device."""
+        return vae.decode(self.pipeline.vae, latents)
 
     @staticmethod
     def levels(pixels: Tensor) -> Tensor:
@@ -317,7 +337,8 @@ class DiffusionModel(ABC):
         if num_steps < 1:
             raise ValueError(f"num_steps must be at least 1, got {num_steps}")
         scheduler = copy.deepcopy(self.pipeline.scheduler)
-        scheduler.set_timesteps(num_steps, **self.schedule_arguments(shape))
+        arguments = self.schedule_arguments(shape, num_steps)
+        scheduler.set_timesteps(**({} if "sigmas" in arguments else {"num_inference_steps": num_steps}), **arguments)
         grid: Tensor = scheduler.sigmas.to("cpu", torch.float64)
         falls = bool((grid[1:] < grid[:-1]).all())
         if len(grid) != num_steps + 1 or not falls or grid[0] > 1 or grid[-1] != 0:
@@ -333,13 +354,15 @@ class DiffusionModel(ABC):
         num_steps, shape = sampling.steps, self.latent_shape(sampling.height, sampling.width, sampling.num_frames)
         if sampling.grid == "stock":
             return self.sigmas(num_steps, shape)
-        if self._fixed_shift is None:
+        shift = self._shift(num_steps, shape)
+        if shift is None:
             raise ModelError(f"{self.path}: the scheduler has no fixed shift: set sampling.grid: stock in the recipe")
         q = torch.arange(num_steps, -1, -1, dtype=torch.float64) / num_steps
-        return shifted(q, self._fixed_shift)
+        return shifted(q, shift)
 
-    def schedule_arguments(self, shape: Sequence[int]) -> dict[str, float]:
-        """Return what the stock pipeline passes to set_timesteps besides the number of steps."""
+    def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
+        """Return what the stock pipeline passes to set_timesteps for latents of this shape, besides the number of
+        steps; `sigmas`, a grid before the shift, in its place."""
         return {}
 
     @property
@@ -347,19 +370,25 @@ class DiffusionModel(ABC):
         """Our solver of the order of the pipeline's own scheduler: `dpm2` for multistep ones, else `ode`."""
         return "dpm2" if self.pipeline.scheduler.config.get("solver_order", 1) > 1 else "ode"
 
-    @property
-    def flow_shift(self) -> float:
-        """The shift s in sigma = s * q / (1 + (s - 1) * q). ModelError where it depends on the image size."""
-        if self._fixed_shift is None:
+    def flow_shift(self, sampling: SamplingRecipe) -> float:
+        """The shift s in sigma = s * q / (1 + (s - 1) * q). Where it depends on size or number of steps: that of the
+        recipe's size and eval_steps. ModelError for a grid that is no shifted one."""
+        shape = self.latent_shape(sampling.height, sampling.width, sampling.num_frames)
+        shift = self._shift(sampling.eval_steps, shape)
+        if shift is None:
             raise ModelError(f"{self.path}: the scheduler has no fixed shift; set algorithm.flow_shift in the recipe")
-        return self._fixed_shift
+        return shift
 
-    @property
-    def _fixed_shift(self) -> float | None:
+    def _shift(self, num_steps: int, shape: Sequence[int]) -> float | None:
         config = self.pipeline.scheduler.config
+        if config.get("use_karras_sigmas"):
+            return None
+        if config.get("use_dynamic_shifting"):
+            mu = self.schedule_arguments(shape, num_steps).get("mu")
+            # Of diffusers' two rules, mu / (mu + 1 / t - 1) and the same with e^mu, both are this shift.
+            return None if mu is None else math.exp(mu) if config.time_shift_type == "exponential" else float(mu)
         shift = config.get("shift", config.get("flow_shift"))
-        varies = config.get("use_dynamic_shifting") or config.get("use_karras_sigmas")
-        return None if shift is None or varies else float(shift)
+        return None if shift is None else float(shift)
 
     def text_call(self) -> dict[str, Any]:
         """The arguments of the stock call that decide how prompts are encoded. An export notes them in call.json."""

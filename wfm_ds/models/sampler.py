@@ -37,17 +37,15 @@ class Conditions:
     conditioning: Conditioning
     contrast: Conditioning | None  # None: no expert is guided
 
-    def both(self) -> Conditioning:
+    def both(self, model: DiffusionModel) -> Conditioning:
         """The rows of both, one after the other. Raises RecipeError where they cannot share a batch."""
-        told, contrast = self.conditioning, self.contrast
-        assert contrast is not None
-        for name, tensor in told.items():
-            if tensor.shape != contrast[name].shape:
-                raise RecipeError(
-                    f"sampling.guidance_batch: joint needs both texts in one shape, and {name} has "
-                    f"{list(tensor.shape)} and {list(contrast[name].shape)}: set it to separate"
-                )
-        return {name: torch.cat([tensor, contrast[name]]) for name, tensor in told.items()}
+        assert self.contrast is not None
+        try:
+            return model.stack([self.conditioning, self.contrast])
+        except ValueError as error:
+            raise RecipeError(
+                f"sampling.guidance_batch: joint needs both texts in one shape, and {error}: set it to separate"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +127,7 @@ class Sampler:
         self, purpose: str, latents: Tensor, sigma: Tensor, conditions: Conditions, expert: int
     ) -> Tensor:
         """Return what `velocity` does of a guided expert, but for rounding, by one forward of 2 B rows."""
-        both = torch.cat([latents] * 2), torch.cat([sigma] * 2), conditions.both()
+        both = torch.cat([latents] * 2), torch.cat([sigma] * 2), conditions.both(self.model)
         conditional, unconditional = self.forward(purpose, *both, expert).chunk(2)
         return self.model.combine_guidance(conditional, unconditional, self.settings.guidance_of(expert))
 

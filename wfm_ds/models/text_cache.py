@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-import torch
 from torch import Tensor
 
 from wfm_ds.errors import DataError, ModelError
@@ -87,8 +86,7 @@ class TextCache:
     def encode(self, texts: Sequence[Text]) -> dict[str, Tensor]:
         """Conditioning of these texts in order, batch first, on the model's device."""
         rows = self._rows(dict.fromkeys(texts))
-        names = next(iter(rows.values()))
-        return {name: torch.cat([rows[text][name] for text in texts]) for name in names}
+        return self._model.stack([rows[text] for text in texts])
 
     def prepare(self, texts: Iterable[Text]) -> None:
         """Run the text encoders on those of these texts that nobody has encoded, up to half of the memory for texts:

@@ -57,7 +57,8 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
     if (cheap := size.of_candidates) is not None:
         model.rollout_sigmas(cheap)
     check_conditional_frames(recipe, model, shape)
-    recipe.algorithm.check_model(model)
+    recipe.algorithm.check_model(model, size)
+    model.check_sampling(size)
     sizes = buckets_of(recipe, model).sizes  # raises for sizes that the family does not have
     if len(model.sigma_ranges) > 1:
         require_idle_experts(recipe)

@@ -74,7 +74,7 @@ class SftLoop(Loop):
         super().__init__(job, validator, exporter, checkpoints)
         self.algorithm, self.source = algorithm, source
         self.settings = job.recipe.supervised
-        self.shift = self.settings.flow_shift or job.model.flow_shift
+        self.shift = self.settings.flow_shift or job.model.flow_shift(job.recipe.sampling)
         self.bands = density_bands(self.settings, self.shift, job.model.sigma_ranges)
 
     def wait(self, step: int) -> bool:
@@ -230,7 +230,7 @@ class ValidationLoss:
         """`framings`: of each sample."""
         self.job, self.algorithm, self.samples, self.framings = job, algorithm, samples, framings
         self.settings = job.recipe.supervised
-        self.shift = self.settings.flow_shift or job.model.flow_shift
+        self.shift = self.settings.flow_shift or job.model.flow_shift(job.recipe.sampling)
         self.sigmas = validation_sigmas(self.shift).tolist()
 
     @torch.no_grad()
