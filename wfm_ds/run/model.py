@@ -45,6 +45,7 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
         prompt_template=settings.prompt_template,
         guardrail=settings.guardrail,
         mapped=settings.denoiser_init != "random",
+        fps=size.fps,
     )
     try:
         model.latent_shape(size.height, size.width, size.num_frames)
