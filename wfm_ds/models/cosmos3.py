@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +42,7 @@ class Cosmos3(DiffusionModel):
     required_parts = ("transformer", "vae", "scheduler", "text_tokenizer")
     conditioning_keys = frozenset(TEXT_KEYS)
     optional_keys = frozenset({"actions", "domain"})
-    takes: Mapping[str, Input] = MappingProxyType({"actions": Input(rank=2), "domain": Input(rank=0)})
+    takes: ClassVar[Mapping[str, Input]] = MappingProxyType({"actions": Input(rank=2), "domain": Input(rank=0)})
     default_lora_targets = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
     block_classes = (GenerationLayer,)
     video = True
@@ -210,7 +210,7 @@ class Cosmos3(DiffusionModel):
     def num_tokens(self, shape: Sequence[int]) -> int:
         _, num_frames, h, w = shape
         patch = self.config.latent_patch_size
-        return num_frames * math.ceil(h / patch) * math.ceil(w / patch)
+        return int(num_frames * math.ceil(h / patch) * math.ceil(w / patch))
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
         """Return the grid of pipelines that ask for their own (use_native_flow_schedule)."""

@@ -98,16 +98,18 @@ class TextAttention(nn.Module):
         return self.to_out(attended.flatten(-2)), rotated(seen, rotation), value
 
 
-class GenerationTower(Cosmos3OmniTransformer):
+class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
     """The tower that denoises. Its configuration is that of the stock network, its parameters are those of the stock
     network that a video, its time and its actions use, and the heads of modalities that are not trained here."""
 
-    @functools.wraps(Cosmos3OmniTransformer.__init__)  # diffusers reads the names of a configuration from here
+    # diffusers reads the names of a configuration from the signature.
+    @functools.wraps(Cosmos3OmniTransformer.__init__)  # type: ignore[misc]
     def __init__(self, *arguments: Any, **config: Any) -> None:
         super().__init__(*arguments, **config)
         for name in OF_TEXT:
             delattr(self, name)
-        self.layers = nn.ModuleList(GenerationLayer(layer) for layer in self.layers)
+        stock = self.get_submodule("layers").children()
+        self.layers = nn.ModuleList(GenerationLayer(layer) for layer in stock)
         if self.config.action_gen:
             self.action_proj_in = DomainLinear(self.action_dim, self.config.hidden_size, self.num_embodiment_domains)
 
@@ -156,7 +158,8 @@ class GenerationTower(Cosmos3OmniTransformer):
     @property
     def time_dtype(self) -> torch.dtype:
         """The dtype of the layers that embed time, which may differ from the others'."""
-        return next(self.time_embedder.parameters()).dtype
+        dtype: torch.dtype = next(self.time_embedder.parameters()).dtype
+        return dtype
 
     def grid(self, shape: torch.Size) -> tuple[int, int, int]:
         """Frames, rows and columns of the tokens of latents [B,C,T,h,w]."""
@@ -169,15 +172,16 @@ class GenerationTower(Cosmos3OmniTransformer):
         patch, (_, rows, columns) = self.config.latent_patch_size, self.grid(latents.shape)
         height, width = latents.shape[-2:]
         whole = nn.functional.pad(latents, (0, columns * patch - width, 0, rows * patch - height))
-        cut = whole.unflatten(4, (columns, patch)).unflatten(3, (rows, patch))  # [B,C,T,rows,p,columns,p]
+        cut = whole.view(*latents.shape[:3], rows, patch, columns, patch)
         return cut.permute(0, 2, 3, 5, 4, 6, 1).flatten(4).flatten(1, 3)
 
     def unpatchified(self, tokens: Tensor, shape: torch.Size) -> Tensor:
         """Undo patchified, for latents of this shape."""
         patch = self.config.latent_patch_size
-        cut = tokens.unflatten(2, (patch, patch, -1)).unflatten(1, self.grid(shape))  # [B,T,rows,columns,p,p,C]
+        cut = tokens.view(len(tokens), *self.grid(shape), patch, patch, -1)  # the channels are last
         whole = cut.permute(0, 6, 1, 2, 4, 3, 5).flatten(5, 6).flatten(3, 4)
-        return whole[..., : shape[-2], : shape[-1]]
+        made: Tensor = whole[..., : shape[-2], : shape[-1]]
+        return made
 
     def embedded_actions(self, actions: Tensor, domain: Tensor | None) -> Tensor:
         """[B,F-1,W] of clean actions: they have no time."""
@@ -200,7 +204,8 @@ class GenerationTower(Cosmos3OmniTransformer):
         """Positions in time of these items of a stream that has `rate` of them a second."""
         if not self.config.enable_fps_modulation or len(index) == 1:
             return index.float()
-        return index.float() / rate * (self.config.base_fps / temporal_compression)
+        moments: Tensor = index.float() / rate * (self.config.base_fps / temporal_compression)
+        return moments
 
     def rotation(self, positions: Tensor, after_text: Tensor, dtype: torch.dtype) -> Rotation:
         """Tables [B,N,D] for positions [3,N] that begin behind each sample's text."""
@@ -266,7 +271,7 @@ class AttentionToText:
         return made
 
 
-class GenerationAttention(nn.Module, AttentionModuleMixin):
+class GenerationAttention(nn.Module, AttentionModuleMixin):  # type: ignore[misc]
     """The projections of a stock attention that serve the tokens of the video."""
 
     _default_processor_cls = AttentionToText
@@ -278,9 +283,12 @@ class GenerationAttention(nn.Module, AttentionModuleMixin):
         self.heads: int = attention.num_attention_heads
         self.head_dim: int = attention.head_dim
         self.inner_dim = self.heads * self.head_dim
-        self.add_q_proj, self.add_k_proj = attention.add_q_proj, attention.add_k_proj
-        self.add_v_proj, self.to_add_out = attention.add_v_proj, attention.to_add_out
-        self.norm_added_q, self.norm_added_k = attention.norm_added_q, attention.norm_added_k
+        self.add_q_proj: nn.Module = attention.add_q_proj
+        self.add_k_proj: nn.Module = attention.add_k_proj
+        self.add_v_proj: nn.Module = attention.add_v_proj
+        self.to_add_out: nn.Module = attention.to_add_out
+        self.norm_added_q: nn.Module = attention.norm_added_q
+        self.norm_added_k: nn.Module = attention.norm_added_k
         self.set_processor(AttentionToText())
 
     def projected(self, tokens: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
@@ -292,18 +300,20 @@ class GenerationAttention(nn.Module, AttentionModuleMixin):
         return rotated(self.norm_added_q(query), rotation), rotated(self.norm_added_k(key), rotation), value
 
     def forward(self, *arguments: Any) -> Tensor:
-        made: Tensor = self.processor(self, *arguments)
+        processor: Any = self.processor
+        made: Tensor = processor(self, *arguments)
         return made
 
 
-class DomainLinear(DomainAwareLinear):
+class DomainLinear(DomainAwareLinear):  # type: ignore[misc]
     """A layer with weights for each domain, which looks them up without waiting for the device as the stock one does.
     Domains are checked where they enter."""
 
     def forward(self, x: Tensor, domain_id: Tensor) -> Tensor:
         """[B,n,out] of x [B,n,in] with the weights of domain_id [B] int64."""
         weight = self.fc(domain_id).view(len(x), self.input_size, self.output_size)
-        return torch.bmm(x, weight) + self.bias(domain_id)[:, None]
+        made: Tensor = torch.bmm(x, weight) + self.bias(domain_id)[:, None]
+        return made
 
 
 def rotated(x: Tensor, rotation: Rotation) -> Tensor:
