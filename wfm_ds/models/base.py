@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from wfm_ds.sampling.schedule import shifted
 
 if TYPE_CHECKING:
     from wfm_ds.models.guardrail import Guardrail
+    from wfm_ds.models.inputs import Input
     from wfm_ds.models.lora_names import LoraName
     from wfm_ds.recipe.sampling import SamplingRecipe
     from wfm_ds.types import Conditioning
@@ -62,6 +63,8 @@ class DiffusionModel(ABC):
     video: ClassVar[bool] = False  # pixels [B,3,F,H,W] and latents [B,C,T,h,w], also for a single frame
     prompt_templates: ClassVar[tuple[str, ...]] = ()  # the recipe's choices, if the stock pipeline wraps prompts
     has_guardrail: ClassVar[bool] = False  # the pipeline has a safety checker (models/guardrail.py)
+    takes: ClassVar[Mapping[str, Input]] = {}  # what data.inputs may name: actions, c2w, ...
+    optional_keys: ClassVar[frozenset[str]] = frozenset()  # conditioning that encode_inputs may add
     # A family's default, which a loaded pipeline may narrow down or widen:
     denoiser_parts: tuple[str, ...] = ("transformer",)  # names in model_index.json; Wan 2.2 has two experts
     conditional_frames: tuple[int, ...] = (0,)  # how many first latent frames may be given (conditional_frames.py)
@@ -149,6 +152,16 @@ class DiffusionModel(ABC):
         It differs where the stock pipeline wraps its prompts in an instruction and its negative prompts not.
         """
         return self.encode_text(texts)
+
+    def encode_inputs(
+        self, inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]], num_frames: int, size: tuple[int, int]
+    ) -> Conditioning:
+        """Conditioning [B, ...] under `optional_keys` of what B samples are told besides text and frames.
+
+        inputs: of each sample, names of `takes` alone; num_frames and size (height, width) are those of the pixels.
+        ValueError for arrays that the family cannot use: their width is a checkpoint's own.
+        """
+        return {}
 
     @property
     def text_dtype(self) -> torch.dtype:
@@ -278,7 +291,7 @@ class DiffusionModel(ABC):
             raise ValueError(f"sigma must be float32 [{count}], got {sigma.dtype} {list(sigma.shape)}")
         if sigma.device.type == "cpu" and not bool(((sigma > 0) & (sigma <= 1)).all()):
             raise ValueError(f"sigma must be above 0 and at most 1, got {sigma.tolist()}")
-        optional = KEYS if max(self.conditional_frames) else frozenset[str]()
+        optional = self.optional_keys | (KEYS if max(self.conditional_frames) else frozenset[str]())
         if conditioning.keys() - optional != self.conditioning_keys:
             raise ValueError(f"conditioning must hold {sorted(self.conditioning_keys)}, got {sorted(conditioning)}")
         for name, tensor in conditioning.items():
