@@ -83,7 +83,7 @@ class TextAttention(nn.Module):
         self.head_dim: int = attention.head_dim
         self.to_q, self.to_k, self.to_v = attention.to_q, attention.to_k, attention.to_v
         self.to_out, self.norm_q, self.norm_k = attention.to_out, attention.norm_q, attention.norm_k
-        self.k_norm_und_for_gen = attention.k_norm_und_for_gen
+        self.k_norm_und_for_gen: Any = attention.k_norm_und_for_gen
 
     def forward(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """What the text gains [B,L,W], and its keys and values [B,L,K,D] for the video."""

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ from wfm_ds.data.reading import Reader, TrainingSample
 from wfm_ds.data.replica import read_once
 from wfm_ds.data.samples import Sample
 from wfm_ds.models.base import NegativeText
-from wfm_ds.models.conditional_frames import MASK, with_conditional_frames
+from wfm_ds.models.conditional_frames import MASK
 from wfm_ds.models.text_cache import Text
 from wfm_ds.pinned import columns, on_device, room
 from wfm_ds.run.job import Job
@@ -42,6 +44,7 @@ from wfm_ds.training.loop import Loop
 from wfm_ds.training.micro import KEPT_ON_HOST, KEPT_SHARE, MicroBatches
 from wfm_ds.training.outcome import StepReport, engine_metrics
 from wfm_ds.training.validation import Validator
+from wfm_ds.types import ConditionalFrames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,7 @@ class NoisedBatch:
     latents: Tensor  # [M*B, ...], of these two
     sigma: Tensor  # [M*B]
     texts: Sequence[Text]  # [M*B], encoded when a forward needs them
+    inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]]  # [M*B], what the samples are told besides
     num_frames: Tensor | None  # [M*B] int64 on the host: first latent frames that are given; None: of no sample
 
 
@@ -168,6 +172,7 @@ class SftLoop(Loop):
             latents=noisy,
             sigma=sigma,
             texts=[self.caption(sample) for sample in part] * times,
+            inputs=[sample.prompt.inputs for sample in part] * times,
             num_frames=conditional_counts(self.settings, draws * times),
         )
 
@@ -178,10 +183,9 @@ class SftLoop(Loop):
 
 def errors_of(job: Job, purpose: str, batch: NoisedBatch, expert: int) -> Tensor:
     """Velocity errors [M, B] of the active policy."""
-    conditioning, mask = job.texts.encode(batch.texts), None
-    if batch.num_frames is not None:
-        conditioning = with_conditional_frames(conditioning, batch.clean, batch.num_frames)
-        mask = conditioning[MASK]
+    frames = None if batch.num_frames is None else ConditionalFrames(batch.clean, batch.num_frames)
+    besides = job.sampler.besides_text(batch.inputs, frames, batch.clean.shape[1:])
+    conditioning, mask = {**job.texts.encode(batch.texts), **besides}, besides.get(MASK)
     velocity = job.forward(purpose, batch.latents, batch.sigma, conditioning, expert)
     return velocity_errors(velocity, batch.clean, batch.noise, mask).view(job.recipe.supervised.num_media, -1)
 
@@ -290,6 +294,7 @@ class ValidationLoss:
             latents=noisy_latents(clean, noise, sigma),
             sigma=sigma,
             texts=[self.samples[i].prompt.text for i, _ in terms] * times,
+            inputs=[self.samples[i].prompt.inputs for i, _ in terms] * times,
             num_frames=conditional_counts(self.settings, draws * times),
         )
 
