@@ -10,7 +10,6 @@ from families import EXACT, GridEuler, denoise_latents
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
 from wfm_ds.models.conditional_frames import with_conditional_frames
-from wfm_ds.models.cosmos3 import SYSTEM
 from wfm_ds.models.guardrail import NoGuardrail
 from wfm_ds.sampling.noise import seeded_normal
 
@@ -102,13 +101,9 @@ def test_forward_dynamics_equals_the_stock_pipelines(model, stock):
     shape = model.latent_shape(*size)
     grid = model.sigmas(3, shape)
     want = stock(PROMPTS[0], grid, action=told_of, guidance_scale=1.0, generator=torch.Generator().manual_seed(1))
-    text = stock.pipeline._build_action_json_prompt(
-        PROMPTS[0], view_point="ego_view", num_frames=5, fps=FPS, height=256, width=256
-    )
+    text = model.caption(PROMPTS[0], *size, inputs=["actions"])
     pixels = image[None, :, None].expand(-1, -1, 5, -1, -1).contiguous()
-    conditioning = with_conditional_frames(
-        model.encode_text([f"{SYSTEM[False]}\n{text}"]), model.encode_pixels(pixels), torch.tensor([1])
-    )
+    conditioning = with_conditional_frames(model.encode_text([text]), model.encode_pixels(pixels), torch.tensor([1]))
     conditioning |= model.encode_inputs([{"actions": actions.numpy(), "domain": np.array(2)}], 5, (256, 256))
     noise = torch.randn(1, *shape, generator=torch.Generator().manual_seed(1))
     got = denoise_latents(model, noise, conditioning, grid, solver="ode")

@@ -9,7 +9,7 @@ import copy
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,9 +148,20 @@ class DiffusionModel(ABC):
     def check_prompts(self, prompts: Sequence[str]) -> None:  # noqa: B027, most families have no guardrail
         """ModelError if the pipeline's guardrail refuses a prompt that is to be generated from."""
 
-    def caption(self, text: str, height: int, width: int, num_frames: int, *, negative: bool = False) -> str:
-        """Return the text to encode for pixels of this size: some pipelines state it in the prompt. `negative`: of a
-        NegativeText."""
+    def caption(
+        self,
+        text: str,
+        height: int,
+        width: int,
+        num_frames: int,
+        *,
+        negative: bool = False,
+        inputs: Collection[str] = (),
+    ) -> str:
+        """Return the text to encode for pixels of this size: some pipelines state it in the prompt.
+
+        negative: it is that of a NegativeText. inputs: names of what the sample is told besides, of `takes`.
+        """
         return text
 
     @abstractmethod

@@ -7,7 +7,7 @@ text encoder (cosmos3_towers.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -89,9 +89,32 @@ class Cosmos3(DiffusionModel):
     def check_prompts(self, prompts: Sequence[str]) -> None:
         guardrail.refuse_unsafe(self.pipeline.safety_checker, prompts)
 
-    def caption(self, text: str, height: int, width: int, num_frames: int, *, negative: bool = False) -> str:
+    def caption(
+        self,
+        text: str,
+        height: int,
+        width: int,
+        num_frames: int,
+        *,
+        negative: bool = False,
+        inputs: Collection[str] = (),
+    ) -> str:
         """The system's sentence on a line of its own, then the text and what it is to be: its size and duration, in a
-        negative text what it is not to be."""
+        negative text what it is not to be. With actions both are keys of a JSON object, and negative texts bare.
+
+        A text that is a JSON object already stays as it is: it may say from where an action is seen, which is else
+        taken to be the agent's own view."""
+        is_image = num_frames == 1
+        if "actions" not in inputs:
+            text = self.with_sentences(text, height, width, num_frames, negative)
+        elif not negative and not text.lstrip().startswith("{"):
+            text = self.pipeline._build_action_json_prompt(
+                text, view_point="ego_view", num_frames=num_frames, fps=self.fps, height=height, width=width
+            )
+        return f"{SYSTEM[is_image]}\n{text}" if self.pipeline.config.default_use_system_prompt else text
+
+    def with_sentences(self, text: str, height: int, width: int, num_frames: int, negative: bool) -> str:
+        """The text, then what the pipeline says of duration and size in its own words."""
         pipeline, is_image = self.pipeline, num_frames == 1
         prefix = "inverse_" if negative else ""
         resolution = getattr(pipeline, f"{prefix}{'image' if is_image else 'video'}_resolution_template")
@@ -102,7 +125,7 @@ class Cosmos3(DiffusionModel):
         for sentence in sentences:
             text = text.rstrip(".")
             text = f"{text}. {sentence}" if text else sentence
-        return f"{SYSTEM[is_image]}\n{text}" if pipeline.config.default_use_system_prompt else text
+        return text
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:

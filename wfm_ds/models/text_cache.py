@@ -13,6 +13,7 @@ from torch import Tensor
 
 from wfm_ds.errors import DataError, ModelError
 from wfm_ds.models.base import DiffusionModel, NegativeText
+from wfm_ds.models.captions import Text as Text
 from wfm_ds.models.text_store import opened
 from wfm_ds.pinned import on_device
 from wfm_ds.storage.tensor_store import TensorStore
@@ -21,7 +22,6 @@ log = logging.getLogger(__name__)
 
 MAX_CACHE_BYTES = 2 << 30
 MAX_DEVICE_BYTES = 512 << 20  # the texts of an RL step: 190 of SD3, 120 of Wan
-Text: TypeAlias = str | NegativeText
 Row: TypeAlias = dict[str, Tensor]
 """Tensors [1, ...] of one text."""
 
