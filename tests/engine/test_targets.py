@@ -8,7 +8,7 @@ from wfm_ds.engine.targets import adapted_names, for_peft
 
 
 def network():
-    """Two kinds of blocks: `to_out` is a list of layers in one, a layer in the other, and no suffix tells them apart."""
+    """Two kinds of blocks: `to_out` is a list of layers in one, a layer in the other, and no suffix tells which."""
     double = {"to_q": nn.Linear(2, 2), "to_out": nn.ModuleList([nn.Linear(2, 2), nn.Dropout()])}
     single = {"to_qkv": nn.Linear(2, 2), "to_out": nn.Linear(2, 2)}
     kinds = {"blocks": double, "single_blocks": single}

@@ -145,6 +145,9 @@ class DiffusionModel(ABC):
         A family may then compute once for each prompt, in encode_text, what depends on frozen layers alone.
         """
 
+    def check_sampling(self, sampling: SamplingRecipe) -> None:  # noqa: B027, most families draw whatever is asked for
+        """ModelError for settings that the stock pipeline has no way to draw with."""
+
     def check_prompts(self, prompts: Sequence[str]) -> None:  # noqa: B027, most families have no guardrail
         """ModelError if the pipeline's guardrail refuses a prompt that is to be generated from."""
 
@@ -273,9 +276,7 @@ class DiffusionModel(ABC):
         height, width = pixels.shape[-2:]
         self.latent_shape(height, width, pixels.shape[2] if self.video else 1)
         shifted = 2 * pixels.to(self.device) - 1
-        return torch.cat(
-            [vae.encode(self.pipeline.vae, part) for part in torch.split(shifted, self.encode_batch(pixels))]
-        )
+        return torch.cat([self.to_latents(part) for part in torch.split(shifted, self.encode_batch(pixels))])
 
     def encode_batch(self, pixels: Tensor) -> int:
         """Number of these media to encode at once. One video: latents that are kept must not depend on what was encoded
@@ -295,7 +296,15 @@ class DiffusionModel(ABC):
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Pixels in [0, 1] of normalised latents, all float32, in the layouts of encode_pixels."""
-        return (vae.decode(self.pipeline.vae, latents.to(self.device)) / 2 + 0.5).clamp(0, 1)
+        return (self.to_pixels(latents.to(self.device)) / 2 + 0.5).clamp(0, 1)
+
+    def to_latents(self, pixels: Tensor) -> Tensor:
+        """Normalised latents of pixels in [-1, 1], both float32, on the device."""
+        return vae.encode(self.pipeline.vae, pixels)
+
+    def to_pixels(self, latents: Tensor) -> Tensor:
+        """Pixels, roughly in [-1, 1], of normalised latents, both float32, on the device."""
+        return vae.decode(self.pipeline.vae, latents)
 
     @staticmethod
     def levels(pixels: Tensor) -> Tensor:

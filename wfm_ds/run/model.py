@@ -60,6 +60,7 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
     check_conditional_frames(recipe, model, shape)
     check_inputs(recipe, model)
     recipe.algorithm.check_model(model, size)
+    model.check_sampling(size)
     sizes = buckets_of(recipe, model).sizes  # raises for sizes that the family does not have
     if len(model.sigma_ranges) > 1:
         require_idle_experts(recipe)
