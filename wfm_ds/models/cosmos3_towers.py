@@ -58,7 +58,7 @@ class TextTower(nn.Module):
         """Keys and values [L,G,K,D] of one text's ids [L] int64: turned by their position, as the video meets them."""
         states = self.embed_tokens(ids)[None]
         positions = torch.arange(len(ids), dtype=torch.float32, device=ids.device).expand(3, 1, -1)
-        rotation = self.rotary_emb(positions, device=states.device, dtype=states.dtype)
+        rotation = tables(self.rotary_emb, positions, states.dtype)
         keys, values = [], []
         for layer in self.layers:
             states, key, value = layer(states, rotation)
@@ -221,8 +221,7 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         moved[0] += after_text[:, None]
         if not self.config.unified_3d_mrope_reset_spatial_ids:
             moved[1:] += after_text[:, None]
-        cos, sin = self.rotary_emb(moved, device=moved.device, dtype=dtype)
-        return cos, sin
+        return tables(self.rotary_emb, moved, dtype)
 
 
 class GenerationLayer(nn.Module):
@@ -322,6 +321,14 @@ class DomainLinear(DomainAwareLinear):  # type: ignore[misc]
         weight = self.fc(domain_id).view(len(x), self.input_size, self.output_size)
         made: Tensor = torch.bmm(x, weight) + self.bias(domain_id)[:, None]
         return made
+
+
+def tables(rotary: Any, positions: Tensor, dtype: torch.dtype) -> Rotation:
+    """Cosines and sines [B,n,D] for positions [3,B,n] float32: what the stock module gives, which asks for an autocast
+    that the meta device does not have."""
+    angles = rotary.apply_interleaved_mrope(positions[..., None] * rotary.inv_freq, rotary.rope_axes_dim)
+    twice = torch.cat([angles, angles], -1)
+    return twice.cos().to(dtype), twice.sin().to(dtype)
 
 
 def rotated(x: Tensor, rotation: Rotation) -> Tensor:
