@@ -103,7 +103,8 @@ def assert_draws(folder, base, family, *, frames, sample, steps, clip=None):
         assert shown.shape == frames.shape
         return (shown - torch.from_numpy(frames).to(torch.int16)).abs().max()
 
-    assert far(loaded(folder, base, family)) <= 1 < far(stock(base, CASES[family]))
+    from_export, from_base = far(loaded(folder, base, family)), far(stock(base, CASES[family]))
+    assert from_export <= 1 < from_base
 
 
 def adapter_of(denoiser):
