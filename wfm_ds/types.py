@@ -24,6 +24,8 @@ class Prompt:
     text: str
     negative_text: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)  # OCR target, GenEval spec, ...: travels to the rewards
+    inputs: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict, compare=False)
+    """What a sample is told besides the text (data/inputs.py): actions [F-1,D], c2w [F,4,4], intrinsics [F,4], ..."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class MediaItem:
     prompt: str
     metadata: Mapping[str, Any]
     reward: str = ""  # filled in by the scorer: the name under which scores are returned
+    inputs: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)  # what the sample was told: actions, ..
 
     def scored(self, value: float, **parts: float) -> Score:
         """A score with this value; a value that is not finite becomes a failure that names it."""
@@ -112,6 +115,7 @@ class MediaBatch:
     metadata: Sequence[Mapping[str, Any]]
     fps: float | None = None
     reward: str = ""
+    inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]] = ()  # of each item, or of none
 
     def __post_init__(self) -> None:
         count = len(self.sample_ids)
@@ -122,6 +126,8 @@ class MediaBatch:
                 f"{len(self.media)} media, {count} sample ids, {len(self.prompts)} prompts and "
                 f"{len(self.metadata)} metadata do not belong together"
             )
+        if len(self.inputs) not in (0, count):
+            raise ValueError(f"{len(self.inputs)} inputs do not belong to {count} samples")
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -136,4 +142,5 @@ class MediaBatch:
                 prompt=self.prompts[i],
                 metadata=self.metadata[i],
                 reward=self.reward,
+                inputs=self.inputs[i] if self.inputs else {},
             )

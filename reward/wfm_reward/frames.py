@@ -56,6 +56,7 @@ def score_frames(
             sample_ids=[videos.sample_ids[video] for video, _ in part],
             prompts=[videos.prompts[video] for video, _ in part],
             metadata=[videos.metadata[video] for video, _ in part],
+            inputs=[videos.inputs[video] for video, _ in part] if videos.inputs else (),
             reward=videos.reward,
         )
         scores += score_images(images)

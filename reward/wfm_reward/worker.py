@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from wfm_ds.chunks import chunks
+from wfm_ds.pipes.arrays import unpack_arrays
 from wfm_ds.pipes.wire import Array
 from wfm_ds.pipes.worker import Progress, TaskFailed, TaskInHand
 from wfm_ds.types import MediaBatch, Score
@@ -55,9 +56,9 @@ class Scoring:
     def tasks(self, tasks: Sequence[TaskInHand], progress: Progress) -> list[Mapping[str, Any] | TaskFailed]:
         """Return {"scores": [[value, failure, parts], ...] of its rows, "batch": items scored together} for each task.
 
-        A row is {id, prompt, metadata, fps?}, its tensor uint8 [H,W,3] or [T,H,W,3]. Rows of one shape and speed that
-        follow each other are scored together, at most max_batch of them, whichever task they are of. A task that does
-        not look like this fails by itself.
+        A row is {id, prompt, metadata, fps?, inputs?}, its tensor uint8 [H,W,3] or [T,H,W,3]. Rows of one shape and
+        speed that follow each other are scored together, at most max_batch of them, whichever task they are of. A task
+        that does not look like this fails by itself.
         """
         checked = [_checked_rows(task) for task in tasks]
         items = [
@@ -104,13 +105,15 @@ class Scoring:
             metadata=[row["metadata"] for row in rows],
             fps=rows[0]["fps"],
             reward=self.name,
+            inputs=[row["inputs"] for row in rows],
         )
         video = batch.media.ndim == 5
         if not video and "image" not in self.reward.media:
             return [item.failed("it scores videos, this is an image") for item in batch]
-        lacking = sorted({key for item in batch for key in self.reward.needs if key not in item.metadata})
+        needs = self.reward.needs
+        lacking = sorted({key for item in batch for key in needs if key not in {*item.metadata, *item.inputs}})
         if lacking:
-            raise ValueError(f"the metadata lack {', '.join(lacking)}")
+            raise ValueError(f"the metadata and inputs lack {', '.join(lacking)}")
         if video and "video" not in self.reward.media:
             return score_frames(self.scored, batch, self.reward.frames, self.max_batch)
         return self.scored(batch)
@@ -159,7 +162,14 @@ def _checked_rows(task: TaskInHand) -> list[tuple[Mapping[str, Any], Array]] | T
         lacking = [key for key, kind in ROW_TYPES.items() if not isinstance(row.get(key), kind)]
         if lacking:
             return TaskFailed(f"row {number} does not have {' and '.join(lacking)} of the right type", fatal=True)
-    return [({"fps": None, **row}, tensor) for row, tensor in zip(task.rows, tensors, strict=True)]
+    try:
+        inputs = [unpack_arrays(row.get("inputs", {})) for row in task.rows]
+    except ValueError as error:
+        return TaskFailed(f"its inputs cannot be read: {error}", fatal=True)
+    return [
+        ({"fps": None, **row, "inputs": told}, tensor)
+        for row, told, tensor in zip(task.rows, inputs, tensors, strict=True)
+    ]
 
 
 Item: TypeAlias = tuple[int, Mapping[str, Any], Array]

@@ -98,7 +98,7 @@ def test_scores_in_the_wrong_place_are_failures():
 def test_missing_metadata_fail_only_their_item():
     with_label, without = score("Labelled", ["", ""], [{"label": 3}, {}])
     assert with_label.value == 0.2
-    assert without.failure == "ValueError: the metadata lack label"
+    assert without.failure == "ValueError: the metadata and inputs lack label"
 
 
 def test_media_that_a_reward_does_not_know_are_named_failures():

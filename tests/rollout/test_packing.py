@@ -106,11 +106,12 @@ def members():
 
 def test_work_arrives_as_it_was_sent():
     work = ChunkWork(4, members())
-    found = ChunkWork.of_json(json.loads(json.dumps(work.to_json())))
+    found = ChunkWork.of_rows(json.loads(json.dumps(work.rows())))
+    assert work.arrays() == []
     assert found.step == 4
     assert list(found.samples) == list(work.samples)
     with pytest.raises(KeyError):
-        ChunkWork.of_json({"step": 1})
+        ChunkWork.of_rows([{"step": 1}])
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
@@ -118,18 +119,36 @@ def test_the_frames_that_samples_are_given_travel_beside_their_work_and_nothing_
     data = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
     group = Group(prompt=Prompt(id="p", text="p"), data=data, num_conditional_frames=count)
     work = ChunkWork(4, step_members([group], group_size=2, step=4, run_seed=1))
-    array = work.frames()
+    [(_, array)] = work.arrays()
     assert array.shape == (2, count, 4, 5)
     arrived = sent([("frames", array)])["frames"].numpy()
-    row = json.loads(json.dumps(work.to_json()))
-    found = ChunkWork.of_json(row, arrived).samples[0].group
+    rows = json.loads(json.dumps(work.rows()))
+    found = ChunkWork.of_rows(rows, [arrived]).samples[0].group
     assert found.num_conditional_frames == count
     assert torch.equal(found.data[:, :count], data[:, :count])
     assert found.data.shape == data.shape
     assert not found.data[:, count:].any()
     for wrong in (data.numpy(), data[0].numpy(), array.astype(np.float16)):
         with pytest.raises(ValueError, match="its given frames are"):
-            ChunkWork.of_json(row, wrong)
+            ChunkWork.of_rows(rows, [wrong])
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_inputs_travel_as_arrays_of_the_request(given):
+    inputs = {"actions": np.float32([[0.1, -2], [3, 1e-7]]), "domain": np.array(4, np.float32)}
+    data = torch.ones(2, 3, 4, 5) if given else None
+    group = Group(prompt=Prompt(id="p", text="p", inputs=inputs), data=data, num_conditional_frames=int(given))
+    work = ChunkWork(4, step_members([group], group_size=2, step=4, run_seed=1))
+    arrived = [tensor.numpy() for tensor in sent(work.arrays()).values()]
+    rows = json.loads(json.dumps(work.rows()))
+    found = ChunkWork.of_rows(rows, arrived).samples[1].group
+    assert {name: array.tolist() for name, array in found.prompt.inputs.items()} == {
+        name: array.tolist() for name, array in inputs.items()
+    }
+    assert (found.data is None, found.num_conditional_frames) == (not given, int(given))
+    for wrong in (arrived[:1], [*arrived[:2], arrived[2].astype(np.float16)]):
+        with pytest.raises(ValueError, match=r"arrays for 3 rows|are not float32"):
+            ChunkWork.of_rows(rows, wrong)
 
 
 CHURN = Churn(relative=0.1, low=0.05, high=100.0, noise=1.0)

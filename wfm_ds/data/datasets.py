@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import logging
@@ -16,6 +17,7 @@ from wfm_ds.data.buckets import Buckets, automatic_sizes
 from wfm_ds.data.caption_cache import user_cache
 from wfm_ds.data.cosmos import CosmosFolder
 from wfm_ds.data.folder import folder_set, hf_set
+from wfm_ds.data.inputs import InputReader, TakenInput
 from wfm_ds.data.media import load_media
 from wfm_ds.data.order import BatchSource
 from wfm_ds.data.paired import PairedFolder
@@ -53,6 +55,10 @@ class SizedModel(Protocol):
     def size_multiple(self, num_frames: int, /) -> int:
         """Return the number that heights and widths must be multiples of."""
         ...
+
+    @property
+    def takes(self) -> Mapping[str, TakenInput]:
+        """Inputs by name that samples may be told besides text and frames."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,15 +203,17 @@ def buckets_of(recipe: Recipe, model: SizedModel) -> Buckets:
             model.latent_shape(height, width, size.num_frames)
         except ValueError as error:
             raise RecipeError(f"data.buckets: the size [{height}, {width}] cannot be trained on: {error}") from error
+    num_frames = frames_read(recipe, model)
     framing = Framing(
         height=size.height,
         width=size.width,
-        num_frames=frames_read(recipe, model),
+        num_frames=num_frames,
         fps=data.fps,
         clip=data.clip,
         crop=data.crop,
         max_upscale=data.max_upscale,
         allow_repeats=data.allow_repeats,
+        span=size.num_frames if data.inputs and num_frames < size.num_frames else None,
     )
     return Buckets(framing, sizes)
 
@@ -247,10 +255,23 @@ def dealt(samples: Sequence[Sample], buckets: Buckets, world: World, workers: in
     return found
 
 
+def inputs_of(recipe: Recipe, model: SizedModel, data: TrainingData) -> InputReader | None:
+    """Return the reader of what the samples are told; None if data.inputs names nothing. Raises DataError."""
+    return InputReader.of(recipe, model.takes, [*data.samples, *data.held_out])
+
+
 def readable(
-    samples: Sequence[Sample], recipe: Recipe, buckets: Buckets, count: int, *, whole: int, what: str = "samples"
+    samples: Sequence[Sample],
+    recipe: Recipe,
+    buckets: Buckets,
+    count: int,
+    *,
+    whole: int,
+    what: str = "samples",
+    inputs: InputReader | None = None,
 ) -> list[Sample]:
-    """Return the first `count` samples whose media can be decoded, which is tried. Broken ones are left out and logged.
+    """Return the first `count` samples whose media can be decoded, and whose inputs read, which is tried: with the
+    inputs of their middles in their prompts. Broken ones are left out and logged.
 
     DataError if none of the samples can be decoded, or if the broken ones are more than data.max_bad_fraction of
     `whole`, the number of samples of the data set that these are from: a few of them say little about it. `what` is
@@ -265,10 +286,11 @@ def readable(
             framing = buckets.framing_of(sample.media)
             for media in sample.all_media:
                 load_media(media, framing, centre)
+            prompt = sample.prompt if inputs is None else inputs.prompt(sample, framing, centre)
         except BadMedia as error:
             broken.append(error)
         else:
-            usable.append(sample)
+            usable.append(sample if inputs is None else dataclasses.replace(sample, prompt=prompt))
     names, allowed = "; ".join(map(str, broken[:NUM_SHOWN])), recipe.data.max_bad_fraction
     if broken and not usable:
         raise DataError(f"none of the {len(broken)} {what} can be used; repair at least one: {names}")
@@ -297,9 +319,10 @@ def batch_source(
     global_batch: int,
     unit: int,
     cached: Cached | None,
+    inputs: InputReader | None = None,
 ) -> Reader:
     """Return the batches of `global_batch` samples that a run trains on, over all ranks; each `unit` of neighbours has
-    one size. `cached`: latents that the run keeps. Collective; to be closed in the end."""
+    one size. `cached`: latents that the run keeps; `inputs`: see inputs_of. Collective; to be closed in the end."""
     if recipe.data.streaming:
         return StreamSource(
             functools.partial(HfStream, recipe.data),
@@ -321,6 +344,7 @@ def batch_source(
         workers=recipe.data.workers,
         rejected={reason: len(data.bad.get(reason, [])) for reason in REASONS},
         cached=cached,
+        inputs=inputs,
     )
 
 

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from wfm_ds.data.pixels import BadMedia, Draw, Framing, image_size, load_image
 from wfm_ds.data.samples import IMAGE_SUFFIXES, Media
+from wfm_ds.data.video import clip_frames as clip_frames
 from wfm_ds.data.video import load_clip, video_size
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.pixels import Framing
 from wfm_ds.data.reading import Candidate, Reader, places
 from wfm_ds.data.samples import Media, Sample
@@ -149,11 +150,12 @@ class BatchSource(Reader):
         workers: int = 2,
         cached: Callable[[Media, Framing], Any] | None = None,
         rejected: Mapping[str, int] = MappingProxyType({}),
+        inputs: InputReader | None = None,
     ) -> None:
         """`global_batch`: samples of one optimizer step over all ranks; `buckets`: of each sample, its index among
         `framings`, None if that is 0; `unit`: neighbouring positions that have one bucket; `workers`: threads that
         decode; `cached`: the latents of a medium if there are some, else None; with them it is not decoded;
-        `rejected`: entries of the data set by reason that are no samples.
+        `rejected`: entries of the data set by reason that are no samples; `inputs`: reads what samples are told.
         """
         if global_batch % unit:
             raise ValueError(f"a global batch of {global_batch} samples cannot be cut into units of {unit}")
@@ -167,6 +169,7 @@ class BatchSource(Reader):
             workers=workers,
             cached=cached,
             rejected=rejected,
+            inputs=inputs,
         )
         self.samples = samples
         buckets = [0] * len(samples) if buckets is None else buckets

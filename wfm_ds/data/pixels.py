@@ -19,7 +19,7 @@ from wfm_ds.errors import DataError, UserError
 # Only what a training folder may hold: Pillow would otherwise try every format it knows, some through other programs.
 FORMATS = ("JPEG", "PNG", "WEBP")
 QUARTER_TURNS = (5, 6, 7, 8)  # EXIF orientations that exchange height and width
-BAD_MEDIA = ("decode", "too_small", "too_short", "low_fps")  # the reasons of BadMedia
+BAD_MEDIA = ("decode", "too_small", "too_short", "low_fps", "bad_actions", "bad_input")  # the reasons of BadMedia
 # What Pillow's decoders and its EXIF reader raise on damaged files: OSError for most, the others for some headers.
 DECODE_ERRORS: tuple[type[Exception], ...] = (
     OSError,
@@ -56,6 +56,7 @@ class Framing:
     crop: Literal["random", "centre"] = "centre"
     max_upscale: float = 2.0  # media enlarged by more teach blur
     allow_repeats: bool = False  # a source slower than fps shows frames twice
+    span: int | None = None  # frames that a clip's trajectory has, where its pixels have fewer: it begins earlier
 
     def place(self, draw: Draw) -> tuple[float, float]:
         """Return the place of the crop, across and down: 0 left or top, 1 right or bottom."""
@@ -122,6 +123,15 @@ def cover(rgb: Image.Image, framing: Framing, place: tuple[float, float]) -> Ima
     if rgb.size == (framing.width, framing.height):
         return rgb
     return ImageOps.fit(rgb, (framing.width, framing.height), method=Image.Resampling.BICUBIC, centering=place)
+
+
+def crop_box(size: tuple[int, int], framing: Framing, place: tuple[float, float]) -> tuple[float, float, float, float]:
+    """Return what `cover` cuts out of a picture of this height and width: left, top, right and bottom in its pixels."""
+    height, width = size
+    kept_h = min(height, width * framing.height / framing.width)
+    kept_w = min(width, height * framing.width / framing.height)
+    left, top = (width - kept_w) * place[0], (height - kept_h) * place[1]
+    return left, top, left + kept_w, top + kept_h
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import BAD_MEDIA, BadMedia, Draw, Framing, decoding
 from wfm_ds.data.samples import Media, Sample
@@ -85,6 +86,7 @@ class Reader(ABC):
         workers: int = 2,
         cached: Callable[[Media, Framing], Any] | None = None,
         rejected: Mapping[str, int] = MappingProxyType({}),
+        inputs: InputReader | None = None,
     ) -> None:
         """`num_samples`: of the data set, None where that is not known; the others are those of BatchSource."""
         self.global_batch = global_batch
@@ -93,6 +95,7 @@ class Reader(ABC):
         self.num_samples = num_samples
         self.cached = cached
         self.rejected = rejected
+        self.inputs = inputs
         self.bad: Counter[str] = Counter()
         self._logged: dict[str, str] = {}
         self._recent: deque[bool] = deque(maxlen=WINDOW)  # True: this try met a bad file
@@ -177,18 +180,20 @@ class Reader(ABC):
     def _decode(self, candidate: Candidate, position: int) -> TrainingSample:
         """Raises BadMedia."""
         sample, framing, epoch = candidate.sample, candidate.framing, candidate.epoch
+        draw = self._draw(epoch, sample.id)
+        prompt = sample.prompt if self.inputs is None else self.inputs.prompt(sample, framing, draw)
 
         def decoded(media: Media, rejected: TrainingSample | None = None) -> TrainingSample:
             pixels = None
             with decoding(media):
                 latents = None if self.cached is None else self.cached(media, framing)
             if latents is None:
-                pixels = load_media(media, framing, self._draw(epoch, sample.id))
+                pixels = load_media(media, framing, draw)
             return TrainingSample(
                 sample_id=sample.id,
                 epoch=epoch,
                 position=position,
-                prompt=sample.prompt,
+                prompt=prompt,
                 media=media,
                 framing=framing,
                 pixels=pixels,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from wfm_ds.data.reading import TrainingSample
 from wfm_ds.data.samples import Sample, pack_prompt, unpack_prompt
 from wfm_ds.distributed.world import World
+from wfm_ds.pipes.arrays import pack_arrays, unpack_arrays
 
 
 def read_once(world: World, read: Callable[[], list[TrainingSample]]) -> list[TrainingSample]:
@@ -22,9 +24,16 @@ def chosen_once(world: World, samples: Sequence[Sample], choose: Callable[[], li
     """Return the samples that `choose` gives on the leader, on every rank of its replica; collective, as `read_once`
     is."""
     chosen: list[Sample] | None = world.checked(choose, on="leaders")
-    places = {id(sample): place for place, sample in enumerate(samples)}
-    shared = world.share(None if chosen is None else [places[id(sample)] for sample in chosen])
-    return [samples[place] for place in shared]
+    if chosen is not None:
+        places = {sample.id: place for place, sample in enumerate(samples)}
+        world.share([[places[sample.id], pack_arrays(sample.prompt.inputs)] for sample in chosen])
+        return chosen
+    return [told(samples[place], inputs) for place, inputs in world.share(None)]
+
+
+def told(sample: Sample, packed: Mapping[str, Any]) -> Sample:
+    """Return the sample with the inputs that its leader read; as it is where it has none."""
+    return replace(sample, prompt=replace(sample.prompt, inputs=unpack_arrays(packed))) if packed else sample
 
 
 def pack_sample(sample: TrainingSample) -> list[Any]:

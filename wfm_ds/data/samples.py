@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from wfm_ds.errors import DataError
+from wfm_ds.pipes.arrays import pack_arrays, unpack_arrays
 from wfm_ds.seeds import uniform
 from wfm_ds.storage.filesystem import is_remote, version
 from wfm_ds.storage.regular import open_regular
@@ -131,6 +132,7 @@ class Sample:
     prompt: Prompt
     embedding: Path | None = None  # of the caption, precomputed: safetensors, or a pickle if the recipe allows it
     rejected: Media | None = None  # the one that `media` is preferred to, where samples are pairs
+    files: Mapping[str, Media] = field(default_factory=dict)  # others of its tar by name: .npy, for data/inputs.py
 
     @property
     def all_media(self) -> list[Media]:
@@ -209,9 +211,11 @@ def parse_object(content: bytes) -> dict[str, Any] | None:
 
 def pack_prompt(prompt: Prompt) -> list[Any]:
     """Return the JSON form of a prompt that came from a JSON file."""
-    return [prompt.id, prompt.text, prompt.negative_text, dict(prompt.metadata)]
+    packed = [prompt.id, prompt.text, prompt.negative_text, dict(prompt.metadata)]
+    return [*packed, pack_arrays(prompt.inputs)] if prompt.inputs else packed
 
 
 def unpack_prompt(packed: Sequence[Any]) -> Prompt:
-    prompt_id, text, negative_text, metadata = packed
-    return Prompt(id=prompt_id, text=text, negative_text=negative_text, metadata=metadata)
+    prompt_id, text, negative_text, metadata, *inputs = packed
+    told = unpack_arrays(inputs[0]) if inputs else {}
+    return Prompt(id=prompt_id, text=text, negative_text=negative_text, metadata=metadata, inputs=told)

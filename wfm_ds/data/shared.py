@@ -71,7 +71,8 @@ def unpack(packed: dict[str, Any]) -> TrainingData:
 def _pack_sample(sample: Sample, versions: dict[str, list[str | int]]) -> list[Any]:
     embedding = None if sample.embedding is None else str(sample.embedding)
     media = [_pack_media(medium, versions) for medium in sample.all_media]
-    return [sample.id, media, pack_prompt(sample.prompt), embedding]
+    files = {name: _pack_media(file, versions) for name, file in sample.files.items()}
+    return [sample.id, media, pack_prompt(sample.prompt), embedding, files]
 
 
 def _pack_media(media: Media, versions: dict[str, list[str | int]]) -> Any:
@@ -88,7 +89,7 @@ def _pack_media(media: Media, versions: dict[str, list[str | int]]) -> Any:
 
 
 def _unpack_sample(row: Sequence[Any], versions: dict[str, tuple[str | int, ...]]) -> Sample:
-    sample_id, packed, prompt, embedding = row
+    sample_id, packed, prompt, embedding, files = row
     media, *rejected = (_unpack_media(medium, versions) for medium in packed)
     path = None if embedding is None else Path(embedding)
     return Sample(
@@ -97,6 +98,7 @@ def _unpack_sample(row: Sequence[Any], versions: dict[str, tuple[str | int, ...]
         prompt=unpack_prompt(prompt),
         embedding=path,
         rejected=rejected[0] if rejected else None,
+        files={name: _unpack_media(file, versions) for name, file in files.items()},
     )
 
 

@@ -34,7 +34,7 @@ def load_clip(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint
         stream = container.streams.video[0]
         times, keys = timestamps(container, stream)
         seconds = np.array(times) * float(stream.time_base or 1)
-        wanted = [times[i] for i in choose_frames(media, seconds, framing, draw)]
+        wanted = [times[i] for i in choose_frames(media, seconds, framing, draw)][: framing.num_frames]
         start = keys[max(0, bisect.bisect_right(keys, wanted[0]) - 1)] if keys else times[0]
         place, pictures = framing.place(draw), dict[int, npt.NDArray[np.uint8]]()
         for begin in (start, times[0]):  # some files are cut where no decoder can begin
@@ -46,6 +46,16 @@ def load_clip(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint
         if missing := set(wanted) - pictures.keys():
             raise BadMedia("decode", media.name, f"{len(missing)} of {len(set(wanted))} frames cannot be decoded")
     return np.stack([pictures[time] for time in wanted])
+
+
+def clip_frames(media: Media, framing: Framing, draw: Draw) -> tuple[list[int], int]:
+    """Return the indices of the frames that a clip's trajectory has, framing.span of them or those of load_clip, and
+    how many frames the file has. Decodes nothing. Raises BadMedia as choose_frames does."""
+    with opened(media) as container:
+        stream = container.streams.video[0]
+        times, _ = timestamps(container, stream)
+    seconds = np.array(times) * float(stream.time_base or 1)
+    return list(choose_frames(media, seconds, framing, draw)), len(times)
 
 
 def video_size(media: Media) -> tuple[int, int]:
@@ -82,12 +92,12 @@ def timestamps(container: InputContainer, stream: VideoStream) -> tuple[list[int
 def choose_frames(media: Media, seconds: npt.NDArray[np.float64], framing: Framing, draw: Draw) -> Sequence[int]:
     """Return indices of the clip's frames among those shown at `seconds` [N], ascending.
 
-    Without fps, num_frames successive ones. With it the clip spans (num_frames - 1) / fps seconds: it begins with the
-    frame nearest to a drawn moment that leaves room for it, and goes on with the frames nearest to 1 / fps, 2 / fps, ..
-    later. Raises BadMedia: `too_short` (nothing is padded or looped), `low_fps` where the same frame would be shown
-    twice, unless repeats are allowed.
+    Without fps, num_frames (framing.span, if that is set) successive ones. With it the clip spans (num_frames - 1) /
+    fps seconds: it begins with the frame nearest to a drawn moment that leaves room for it, and goes on with the frames
+    nearest to 1 / fps, 2 / fps, .. later. Raises BadMedia: `too_short` (nothing is padded or looped), `low_fps` where
+    the same frame would be shown twice, unless repeats are allowed.
     """
-    count, total = framing.num_frames, len(seconds)
+    count, total = framing.span or framing.num_frames, len(seconds)
     u = draw("clip") if framing.clip == "random" else 0.5
     if framing.fps is None or count == 1:
         if total < count:

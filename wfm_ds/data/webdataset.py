@@ -17,6 +17,7 @@ from wfm_ds.errors import DataError
 from wfm_ds.storage import filesystem as storage
 from wfm_ds.types import Prompt
 
+ARRAY_SUFFIX = "npy"  # actions and camera paths (data/inputs.py)
 NUM_READERS = 16  # tars indexed at once: most of it is waiting
 
 
@@ -95,7 +96,18 @@ class TarShards(SampleSet):
         elif (prompt := prompt_of(captions.get("json"), captions.get("txt"), sample_id)) is None:
             self.reject("no_prompt", name)
         else:
-            self.samples.append(Sample(id=sample_id, media=TarMember(shard, index.version, media[0]), prompt=prompt))
+            self.samples.append(
+                Sample(
+                    id=sample_id,
+                    media=TarMember(shard, index.version, media[0]),
+                    prompt=prompt,
+                    files={
+                        f"{key.rpartition('/')[2]}.{member.field}": TarMember(shard, index.version, member)
+                        for member in members
+                        if member.field.endswith(ARRAY_SUFFIX)
+                    },
+                )
+            )
 
 
 def prompt_of(json_text: str | None, plain_text: str | None, sample_id: str) -> Prompt | None:

@@ -9,9 +9,10 @@ import copy
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -27,10 +28,12 @@ from wfm_ds.models import vae
 from wfm_ds.models.conditional_frames import KEYS
 from wfm_ds.models.fingerprint import fingerprint
 from wfm_ds.pinned import on_device
+from wfm_ds.recipe.stated import FPS
 from wfm_ds.sampling.schedule import shifted
 
 if TYPE_CHECKING:
     from wfm_ds.models.guardrail import Guardrail
+    from wfm_ds.models.inputs import Input
     from wfm_ds.models.lora_names import LoraName
     from wfm_ds.recipe.sampling import SamplingRecipe
     from wfm_ds.types import Conditioning
@@ -63,9 +66,12 @@ class DiffusionModel(ABC):
     video: ClassVar[bool] = False  # pixels [B,3,F,H,W] and latents [B,C,T,h,w], also for a single frame
     prompt_templates: ClassVar[tuple[str, ...]] = ()  # the recipe's choices, if the stock pipeline wraps prompts
     has_guardrail: ClassVar[bool] = False  # the pipeline has a safety checker (models/guardrail.py)
+    takes: ClassVar[Mapping[str, Input]] = {}  # what data.inputs may name: actions, c2w, ...
+    optional_keys: ClassVar[frozenset[str]] = frozenset()  # conditioning that encode_inputs may add
     # A family's default, which a loaded pipeline may narrow down or widen:
     denoiser_parts: tuple[str, ...] = ("transformer",)  # names in model_index.json; Wan 2.2 has two experts
     conditional_frames: tuple[int, ...] = (0,)  # how many first latent frames may be given (conditional_frames.py)
+    frozen: tuple[str, ...] = ()  # patterns of names in the denoiser's files that full training leaves as they are
 
     def __init__(
         self,
@@ -77,11 +83,14 @@ class DiffusionModel(ABC):
         max_sequence_length: int | None = None,
         prompt_template: str | None = None,
         leave_denoiser: bool = False,
+        fps: float = FPS,
+        inputs: Collection[str] = (),
     ) -> None:
         """Take over `pipeline`: freeze all but the denoiser, and move everything to `device`.
 
         `prompt_template` is one of prompt_templates, or None for what is stored with the pipeline. `leave_denoiser`:
-        but the denoiser, which an engine will place.
+        but the denoiser, which an engine will place. `fps`: frames a second of all videos, for networks that are told.
+        `inputs`: names of what every sample is told besides text and frames, of `takes`.
         """
         if not hasattr(pipeline.scheduler, "sigmas"):
             name = type(pipeline.scheduler).__name__
@@ -95,6 +104,8 @@ class DiffusionModel(ABC):
         self.config = pipeline.transformer.config  # stays when the denoiser is wrapped
         self.max_sequence_length = max_sequence_length or stock_argument(pipeline, "max_sequence_length")
         self.prompt_template = prompt_template
+        self.fps = fps
+        self.inputs = frozenset(inputs)
         for part in self.frozen_parts():
             part.requires_grad_(False).eval()
         self.to(device)
@@ -107,6 +118,12 @@ class DiffusionModel(ABC):
     @classmethod  # noqa: B027, most families load whatever their classes name
     def check_folder(cls, folder: Path) -> None:
         """ModelError for a pipeline of the family's classes that cannot be loaded, before that is tried."""
+
+    @classmethod
+    def placeholders(cls) -> dict[str, Any]:
+        """What stands for parts that the pipeline's constructor looks into, where networks have shapes alone (empty.py)
+        and the parts are not loaded."""
+        return {}
 
     def take_denoiser(self, pipeline: Any) -> nn.Module:
         """The one module that the engine trains; it holds all of `denoiser_parts`."""
@@ -139,6 +156,15 @@ class DiffusionModel(ABC):
     def check_prompts(self, prompts: Sequence[str]) -> None:  # noqa: B027, most families have no guardrail
         """ModelError if the pipeline's guardrail refuses a prompt that is to be generated from."""
 
+    def frozen_names(self) -> frozenset[str]:
+        """The denoiser's parameters that full training leaves as they are."""
+        return frozenset(name for name, _ in self.bare_denoiser.named_parameters() if matches(name, self.frozen))
+
+    def caption(self, text: str, height: int, width: int, num_frames: int, *, negative: bool = False) -> str:
+        """Return the text to encode for pixels of this size: some pipelines state it in the prompt. negative: it is
+        that of a NegativeText."""
+        return text
+
     @abstractmethod
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
         """Embeddings of B >= 1 prompts by name, [B, ...] each, in the encoders' dtype, masks int64. No gradient.
@@ -154,10 +180,20 @@ class DiffusionModel(ABC):
         """
         return self.encode_text(texts)
 
+    def encode_inputs(
+        self, inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]], num_frames: int, size: tuple[int, int]
+    ) -> Conditioning:
+        """Conditioning [B, ...] under `optional_keys` of what B samples are told besides text and frames.
+
+        inputs: of each sample, names of `takes` alone; num_frames and size (height, width) are those of the pixels.
+        ValueError for arrays that the family cannot use: their width is a checkpoint's own.
+        """
+        return {}
+
     @property
     def text_dtype(self) -> torch.dtype:
         """The dtype of a text's conditioning, masks aside: that of the encoders; float32 without any."""
-        encoders = self.parts_named("text_encoder").values()
+        encoders = self.text_parts().values()
         return next((parameter.dtype for encoder in encoders for parameter in encoder.parameters()), torch.float32)
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -171,11 +207,10 @@ class DiffusionModel(ABC):
 
     def text_identity(self) -> dict[str, Any]:
         """Everything besides the text that the results of encode_text and encode_negative depend on, as JSON."""
-        encoders, tokenizers = (self.parts_named(prefix) for prefix in ("text_encoder", "tokenizer"))
-        dtypes = {str(next(encoder.parameters()).dtype) for encoder in encoders.values()}
+        dtypes = {str(next(encoder.parameters()).dtype) for encoder in self.text_parts().values()}
         return {
             "family": self.family,
-            "parts": fingerprint(self.path, [*encoders, *tokenizers]),
+            "parts": fingerprint(self.path, self.text_folders()),
             "dtype": sorted(dtypes),
             **self.text_call(),
         }
@@ -190,14 +225,22 @@ class DiffusionModel(ABC):
         parts = self.pipeline.components.items()
         return {name: part for name, part in parts if name.startswith(prefix) and part is not None}
 
+    def text_parts(self) -> dict[str, nn.Module]:
+        """The networks that encode text, by name; none where they were dropped."""
+        return self.parts_named("text_encoder")
+
+    def text_folders(self) -> list[str]:
+        """Subfolders of the pipeline with all that a text's embedding depends on."""
+        return [*self.text_parts(), *self.parts_named("tokenizer")]
+
     def drop_text_encoders(self) -> None:
         """Free their memory, when every text that will be asked for is cached. Nothing can be encoded afterwards."""
-        for name in self.parts_named("text_encoder"):
+        for name in self.text_parts():
             setattr(self.pipeline, name, None)
 
     def move_text_encoders(self, device: torch.device | str) -> None:
         """Bring the text encoders there, and nothing else: to the host while no text is to be encoded, and back."""
-        for encoder in self.parts_named("text_encoder").values():
+        for encoder in self.text_parts().values():
             encoder.to(device)
 
     def null_text(self, negative_text: str | None = None) -> str:
@@ -298,7 +341,7 @@ class DiffusionModel(ABC):
             raise ValueError(f"sigma must be float32 [{count}], got {sigma.dtype} {list(sigma.shape)}")
         if sigma.device.type == "cpu" and not bool(((sigma > 0) & (sigma <= 1)).all()):
             raise ValueError(f"sigma must be above 0 and at most 1, got {sigma.tolist()}")
-        optional = KEYS if max(self.conditional_frames) else frozenset[str]()
+        optional = self.optional_keys | (KEYS if max(self.conditional_frames) else frozenset[str]())
         if conditioning.keys() - optional != self.conditioning_keys:
             raise ValueError(f"conditioning must hold {sorted(self.conditioning_keys)}, got {sorted(conditioning)}")
         for name, tensor in conditioning.items():
@@ -405,6 +448,11 @@ class DiffusionModel(ABC):
 def stock_argument(pipeline: Any, name: str) -> Any:
     """The default that the pipeline's own call has for an argument. Its helpers may have others."""
     return inspect.signature(type(pipeline).__call__).parameters[name].default
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a name is one of these, in which * stands for any characters."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 @contextmanager

@@ -37,4 +37,7 @@ class LatentCache:
         self._store.write(self._key(medium, framing), {NAME: latents})
 
     def _key(self, medium: Media, framing: Framing) -> dict[str, Any]:
-        return {**self._identity, "framing": asdict(framing), "medium": list(medium.identity())}
+        framed = asdict(framing)
+        if framing.span is None:  # most runs: the keys of latents that were kept before there were trajectories
+            del framed["span"]
+        return {**self._identity, "framing": framed, "medium": list(medium.identity())}

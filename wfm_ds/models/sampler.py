@@ -15,6 +15,7 @@ from wfm_ds.engine.forward import Forward
 from wfm_ds.errors import RecipeError
 from wfm_ds.models import vae
 from wfm_ds.models.base import DiffusionModel, NegativeText
+from wfm_ds.models.captions import Text, captioned
 from wfm_ds.models.conditional_frames import with_conditional_frames
 from wfm_ds.models.decoding import Decoding, beside
 from wfm_ds.models.text_cache import TextCache
@@ -91,7 +92,7 @@ class Sampler:
         noise_seeds: of the initial noise. seeds: of what the plan draws besides, unless they are the same. shape: of
         one sample's latents, unless latent_shape.
         """
-        conditions = self.conditions(prompts, conditional_frames)
+        conditions = self.conditions(prompts, conditional_frames, shape)
         joint = 2 * len(prompts) <= self.joint_rows.get(purpose, 0)
 
         def predict(latents: Tensor, sigma: float) -> Tensor:
@@ -131,15 +132,48 @@ class Sampler:
         conditional, unconditional = self.forward(purpose, *both, expert).chunk(2)
         return self.model.combine_guidance(conditional, unconditional, self.settings.guidance_of(expert))
 
-    def conditions(self, prompts: Sequence[Prompt], conditional_frames: ConditionalFrames | None = None) -> Conditions:
+    def conditions(
+        self,
+        prompts: Sequence[Prompt],
+        conditional_frames: ConditionalFrames | None = None,
+        shape: Sequence[int] | None = None,
+    ) -> Conditions:
         """The embedded prompts and, where an expert is guided, what they are contrasted with: each prompt's own
-        negative text, else the recipe's, else the family's. Both hold the conditional frames."""
-        told = [self.texts.encode([prompt.text for prompt in prompts])]
+        negative text, else the recipe's, else the family's. Both hold the prompts' inputs and the conditional frames.
+
+        shape: of one sample's latents, unless latent_shape."""
+        texts: list[Sequence[Text]] = [[prompt.text for prompt in prompts]]
         if self.settings.is_guided():
-            told.append(self.texts.encode(negatives(self.model, self.settings, prompts)))
-        if (frames := conditional_frames) is not None:
-            told = [with_conditional_frames(each, frames.latents, frames.counts) for each in told]
+            texts.append(negatives(self.model, self.settings, prompts))
+        embedded = [self.texts.encode(self.captioned(part, shape)) for part in texts]
+        besides = self.besides_text([prompt.inputs for prompt in prompts], conditional_frames, shape)
+        told = [{**text, **besides} for text in embedded]
         return Conditions(told[0], told[1] if len(told) == 2 else None)
+
+    def captioned(self, texts: Sequence[Text], shape: Sequence[int] | None = None) -> list[Text]:
+        """These texts as the family encodes them, for latents of this shape, unless latent_shape."""
+        return captioned(self.model, texts, self.pixel_size(shape), self.settings.num_frames)
+
+    def besides_text(
+        self,
+        inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]],
+        conditional_frames: ConditionalFrames | None,
+        shape: Sequence[int] | None = None,
+    ) -> Conditioning:
+        """The conditioning [B, ...] of samples besides their texts: what data.inputs names, and the frames that they
+        are given. The only place where it is made, for training and sampling alike. shape: see `conditions`."""
+        found: Conditioning = {}
+        if any(inputs):
+            found |= self.model.encode_inputs(inputs, self.settings.num_frames, self.pixel_size(shape))
+        if (frames := conditional_frames) is not None:
+            found = with_conditional_frames(found, frames.latents, frames.counts)
+        return found
+
+    def pixel_size(self, shape: Sequence[int] | None) -> tuple[int, int]:
+        """Height and width of the pixels of latents of this shape, unless latent_shape."""
+        size, (*_, h, w) = self.settings, self.latent_shape
+        height, width = (h, w) if shape is None else shape[-2:]
+        return height * size.height // h, width * size.width // w
 
     def media(self, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
         """uint8 [B,H,W,3] of these latents, of video families [B,T,H,W,3], and whether each was finite: one that was

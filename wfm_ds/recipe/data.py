@@ -58,6 +58,28 @@ class VideoRecipe(Section):
     """Pixels of all frames together. `auto`: as many as fill 0.9 of `max_tokens` if each were a token of its own."""
 
 
+class ActionsRecipe(Section):
+    """The actions that `data.inputs` names."""
+
+    width: PositiveInt | None = None
+    """Numbers of an action; samples with others are bad. Unset: those of `stats`, else of most of the first samples."""
+    stats: UserPath | None = None
+    """A JSON object with lists of a number for each of an action's: `q01` and `q99`, or `mean` and `std`."""
+    normalize: Literal["none", "quantile", "meanstd"] = "none"
+    """`quantile` takes q01 to -1 and q99 to 1, `meanstd` subtracts the mean and divides by std; a number that never
+    changes becomes 0. The model and the rewards get the result."""
+    compose: Literal["sum", "pose"] | None = None
+    """How the actions between two frames of a clip become one, where data.fps is below the file's: `sum`, or `pose` for
+    relative poses of 9 numbers (translation, two columns of the rotation), each in the frame of the one before. Unset:
+    such clips are bad."""
+
+    @model_validator(mode="after")
+    def _stats_are_used(self) -> ActionsRecipe:
+        if (self.stats is None) != (self.normalize == "none"):
+            raise ValueError("stats and normalize belong together: name both, or neither")
+        return self
+
+
 class DataRecipe(Section):
     """Training data: media with captions (SFT, RL), pairs of them (DPO), prompts (RL), or conversations (vlm_sft)."""
 
@@ -120,6 +142,12 @@ class DataRecipe(Section):
     usual shapes from 2:1 to 1:2. Unset: all are cut to sampling.height x width."""
     max_upscale: Annotated[float, Field(ge=1)] = 2.0
     """Media that must be enlarged more than this to cover their size are skipped and counted as too_small."""
+    inputs: list[str] = Field(default_factory=list)
+    """What samples are told besides text and frames, such as `[actions]`: keys of NAME.json, a number, a list of
+    numbers or the name of an .npy file beside it (docs/data.md). Every sample must have them, and the model take them.
+    """
+    actions: ActionsRecipe = ActionsRecipe()
+    """Actions: their width, scale and composition."""
     workers: Annotated[int, Field(ge=1, le=256)] = 2
     """Threads of each rank that read and decode ahead."""
     allow_pickle: bool = False
@@ -212,6 +240,12 @@ class DataRecipe(Section):
             raise ValueError(f"allow_pickle is about the embeddings of kind cosmos, not {self.kind}: remove it")
         if self.prompt is not None and not self.prompt.strip():
             raise ValueError("prompt is blank: write the caption of all media, or remove it")
+        if self.inputs and not (self.kind in ("paired", "folder", "webdataset", "sets") or self.is_own_kind):
+            raise ValueError(f"inputs are of kind paired, folder, webdataset or sets, not {self.kind}: remove them")
+        if len(set(self.inputs)) < len(self.inputs):
+            raise ValueError(f"inputs names one twice: {self.inputs}")
+        if "actions" not in self.inputs:
+            self.require_default("actions", unless="inputs: [actions]")
         if isinstance(self.buckets, list) and len(set(self.buckets)) < len(self.buckets):
             raise ValueError(f"buckets names a size twice: {[list(size) for size in self.buckets]}")
         if self.choose == "even":

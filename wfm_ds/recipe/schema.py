@@ -41,7 +41,7 @@ from wfm_ds.recipe.weights import check_weights
 # Keys that not every recipe reads. A key without effect is an error.
 OF_ROLLOUTS = ("solver", "noise_level", "window", "explore", "same_noise")
 OF_PROMPT_SETS = ("name", "split", "choose")
-OF_MEDIA = ("fps", "allow_repeats", "clip", "crop", "buckets", "max_upscale", "cache_latents")
+OF_MEDIA = ("fps", "allow_repeats", "clip", "crop", "buckets", "max_upscale", "cache_latents", "inputs")
 OF_CONVERSATIONS = ("media_path", "system_prompt", "max_tokens", "too_long", "pack", "pixels", "video")
 OF_SAMPLES = ("prompts", "num_prompts", "seeds", "rollout_correlation", "judges")  # of validation
 OF_ASYNC = (
@@ -180,6 +180,7 @@ class Recipe(Section):
         self._stream_fits()
         self.algorithm.check(self)
         self._draws_have_frames()
+        self._trajectories_fit()
         self._samples_can_be_chosen()
         if self.rollout is not None and self.rollout.cuda_graph and not self.is_async:
             self._can_be_recorded()
@@ -242,6 +243,30 @@ class Recipe(Section):
             raise ValueError(
                 f"validation.prompts has texts alone, and every sample is given frames "
                 f"(algorithm.min_num_conditional_frames {least}): remove it, and name media in validation.path"
+            )
+
+    def _trajectories_fit(self) -> None:
+        """Refuse trajectories that there are not, and counterfactual ones where there is nothing to exchange, or where
+        clips are trained on under what their samples are told."""
+        inputs = self.data.inputs
+        if inputs and self.validation.prompts is not None:
+            raise ValueError(
+                "validation.prompts has texts alone, and samples are told data.inputs: remove it, and name media in "
+                "validation.path"
+            )
+        if not self.is_rl or self.rl.rollout.trajectories == "data":
+            return
+        key = f"rollout.trajectories: {self.rl.rollout.trajectories}"
+        wanted = ("actions", "c2w") if self.rl.rollout.trajectories == "shuffle" else ("actions",)
+        if not any(name in inputs for name in wanted):
+            raise ValueError(f"{key} needs {' or '.join(wanted)} in data.inputs: name one, or remove it")
+        if self.rl.rollout.trajectories == "shuffle" and self.rl.rollout.prompts_per_step < 2:
+            raise ValueError(f"{key} exchanges those of a step's groups: set rollout.prompts_per_step above 1")
+        algorithm = self.rl.algorithm
+        if algorithm.num_data(algorithm.terms_per_sample(self.sampling)) > 0:
+            raise ValueError(
+                f"{key} tells samples what their clips do not show, and {algorithm.name} trains on these clips too: "
+                "set algorithm.data_beta: 0, or trajectories: data"
             )
 
     def _all_keys_are_read(self) -> None:

@@ -221,6 +221,13 @@ class RolloutRecipe(Section):
     policy: Literal["current", "reference"] | None = None
     """ddrl: what generates the samples, the weights as they are or the reference policy. Unset: current. Other
     algorithms have a policy of their own for it."""
+    trajectories: Literal["data", "shuffle", "library"] = "data"
+    """What samples are told to do, where data.inputs has actions or a camera path: what their clip does, what another
+    clip of the same step and `domain` does (`shuffle`), or a draw of trajectory_library (`library`). But for `data` the
+    reward judges what no recording shows, so it must not compare with the clip."""
+    trajectory_library: UserPath | None = None
+    """trajectories: library: an .npy file of actions [N, num_frames - 1, width], as the data's before they are scaled.
+    """
     merge_lora: bool = False
     """Add the LoRA into the weights while samples are generated: forwards without adapters, and a copy of the adapted
     layers' weights meanwhile. Only for algorithms that compare no log-probabilities; not for zero3, unless async."""
@@ -258,6 +265,8 @@ class RolloutRecipe(Section):
 
     @model_validator(mode="after")
     def _keys_are_used(self) -> RolloutRecipe:
+        if (self.trajectories == "library") != (self.trajectory_library is not None):
+            raise ValueError("trajectories: library and trajectory_library belong together: name both, or neither")
         if self.keys is not None and self.bind == "ipc":
             raise ValueError("keys are for a tcp:// address: set bind to one, or leave keys out")
         return self

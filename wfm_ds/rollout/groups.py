@@ -21,6 +21,7 @@ from wfm_ds.data.reading import Reader, TrainingSample
 from wfm_ds.data.replica import read_once
 from wfm_ds.data.samples import pack_prompt, unpack_prompt
 from wfm_ds.data.spread import SpreadTable, Weights, drawn
+from wfm_ds.rollout.trajectories import Trajectories
 from wfm_ds.seeds import derive_seed
 from wfm_ds.types import ConditionalFrames, Prompt
 
@@ -180,9 +181,12 @@ class PairGroups:
         source: Reader,
         encode: Callable[[Sequence[TrainingSample]], Tensor],
         num_conditional_frames: tuple[int, int] = (0, 0),
+        trajectories: Trajectories | None = None,
     ) -> None:
         """encode: clean latents [B, ...] float32 of samples, collective. num_conditional_frames: the
-        smallest and the largest number of latent frames that a group is given."""
+        smallest and the largest number of latent frames that a group is given. trajectories: what groups are told
+        instead of what their clips do; None: nothing."""
+        self.trajectories = trajectories
         self.job, self.source, self.encode, self.num_conditional_frames = job, source, encode, num_conditional_frames
         self.num_groups, size = job.recipe.rl.rollout.prompts_per_step, job.recipe.rl.rollout.group_size
         first = job.world.dp_rank * job.derived.samples_per_rank
@@ -200,6 +204,8 @@ class PairGroups:
             data = {g: self.encode([m])[0] for g, m in zip(self.mine, media, strict=True)}
         captions = [[g, pack_prompt(m.prompt)] for g, m in zip(self.mine, media, strict=True)]
         prompts = {g: unpack_prompt(packed) for part in job.world.replica_gather(captions) for g, packed in part}
+        if self.trajectories is not None:
+            prompts = dict(enumerate(self.trajectories.of_step([prompts[g] for g in range(self.num_groups)], step)))
         return [
             Group(prompt=prompts[g], data=data.get(g), num_conditional_frames=self._drawn(step, g))
             for g in range(self.num_groups)

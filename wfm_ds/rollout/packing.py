@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,31 +28,45 @@ class ChunkWork:
     step: int
     samples: Sequence[RolloutSample]
 
-    def to_json(self) -> dict[str, Any]:
+    def rows(self) -> list[dict[str, Any]]:
+        """The work, and a row for each array of `arrays` after the first."""
         first = self.samples[0]
-        data = first.group.data
-        return {
+        data, inputs = first.group.data, first.prompt.inputs
+        work = {
             "step": self.step,
             "group": first.group_id,
-            "prompt": pack_prompt(first.prompt),
+            "prompt": pack_prompt(replace(first.prompt, inputs={})),
             "members": [[s.sample_id, s.seed, s.noise_seed] for s in self.samples],
             **({} if data is None else {"latent_frames": data.shape[1]}),
         }
+        return [work, *({"input": name} for name in inputs)]
 
-    def frames(self) -> npt.NDArray[np.float32] | None:
-        """The latents [C,n,h,w] that the samples are given, n from 0; None in a run that gives none."""
-        group = self.samples[0].group
-        return None if group.data is None else group.data[:, : group.num_conditional_frames].cpu().numpy()
+    def arrays(self) -> list[tuple[str, npt.NDArray[np.float32]]]:
+        """The latents [C,n,h,w] that the samples are given, n from 0, or none [0], and their inputs; nothing in a run
+        that has neither. One for each of `rows`."""
+        group, inputs = self.samples[0].group, self.samples[0].prompt.inputs
+        if group.data is None and not inputs:
+            return []
+        none = np.zeros(0, np.float32)
+        frames = none if group.data is None else group.data[:, : group.num_conditional_frames].cpu().numpy()
+        return [("frames", frames), *inputs.items()]
 
     @classmethod
-    def of_json(cls, row: Mapping[str, Any], frames: npt.NDArray[Any] | None = None) -> ChunkWork:
-        """The inverse of `to_json` and `frames`. Raises KeyError, TypeError or ValueError for anything else."""
-        prompt, data = unpack_prompt(row["prompt"]), None
-        if frames is not None:
+    def of_rows(cls, rows: Sequence[Mapping[str, Any]], arrays: Sequence[npt.NDArray[Any]] = ()) -> ChunkWork:
+        """The inverse of `rows` and `arrays`. Raises KeyError, TypeError or ValueError for anything else."""
+        row, *of_inputs = rows
+        if of_inputs and len(arrays) != len(rows):
+            raise ValueError(f"it has {len(arrays)} arrays for {len(rows)} rows")
+        inputs = {str(of["input"]): array for of, array in zip(of_inputs, arrays[1:], strict=True)}
+        if any(array.dtype != np.float32 for array in inputs.values()):
+            raise ValueError("its inputs are not float32")
+        prompt, data = replace(unpack_prompt(row["prompt"]), inputs=inputs), None
+        if arrays and "latent_frames" in row:
+            frames = arrays[0]
             if frames.ndim != 4 or frames.dtype != np.float32 or not 0 <= frames.shape[1] < row["latent_frames"]:
                 raise ValueError(f"its given frames are {list(frames.shape)} {frames.dtype}")
             data = padded(torch.from_numpy(frames), row["latent_frames"])
-        group = Group(prompt=prompt, data=data, num_conditional_frames=0 if frames is None else frames.shape[1])
+        group = Group(prompt=prompt, data=data, num_conditional_frames=0 if data is None else arrays[0].shape[1])
         samples = [
             RolloutSample(sample_id=sample_id, group_id=row["group"], group=group, seed=seed, noise_seed=noise_seed)
             for sample_id, seed, noise_seed in row["members"]

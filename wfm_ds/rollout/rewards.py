@@ -25,6 +25,7 @@ import yaml
 
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import RewardError
+from wfm_ds.pipes.arrays import pack_arrays
 from wfm_ds.pipes.client import PipeClient, TaskOutcome
 from wfm_ds.pipes.folders import SocketFolder
 from wfm_ds.pipes.keys import KeyFileError, client_keys
@@ -221,6 +222,7 @@ class RewardClient:
         media = np.array(batch.media)
         rows = [
             {"id": sample_id, "prompt": batch.prompts[i], "metadata": dict(batch.metadata[i]), "fps": batch.fps}
+            | ({"inputs": pack_arrays(batch.inputs[i])} if batch.inputs and batch.inputs[i] else {})
             for i, sample_id in enumerate(batch.sample_ids)
         ]
         deadline_s = self._pipe.now_s() + self._reward.timeout_s

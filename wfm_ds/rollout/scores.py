@@ -147,6 +147,7 @@ def submit_media(
                 sample_ids=[sample_ids[i] for i in whole],
                 prompts=[prompts[i].text for i in whole],
                 metadata=[prompts[i].metadata for i in whole],
+                inputs=[prompts[i].inputs for i in whole],
                 fps=fps,
             )
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import uuid
 from collections import defaultdict
@@ -338,10 +339,12 @@ class _Lead:
     def _submit(self, tasks: Sequence[tuple[Chunk, str]]) -> None:
         """A chunk that no message holds is given up by itself: this rank must not leave the others alone."""
         works = [ChunkWork(chunk.step, self._chunk_samples(chunk)) for chunk, _ in tasks]
-        rows, frames = [work.to_json() for work in works], [work.frames() for work in works]
-        arrays = [("frames", given) for given in frames if given is not None]  # of all, or of none
-        until_s = self.client.now_s() + TASK_S
-        requests = [TaskRequest(task_id, KIND, i, i + 1, until_s) for i, (_, task_id) in enumerate(tasks)]
+        of_works, arrays = [work.rows() for work in works], [array for work in works for array in work.arrays()]
+        rows = list(itertools.chain(*of_works))
+        until_s, requests, start = self.client.now_s() + TASK_S, list[TaskRequest](), 0
+        for (_, task_id), of_work in zip(tasks, of_works, strict=True):
+            requests.append(TaskRequest(task_id, KIND, start, start + len(of_work), until_s))
+            start += len(of_work)
         try:
             self.client.submit(rows, arrays, requests)
         except WireError as error:

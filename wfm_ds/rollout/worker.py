@@ -264,7 +264,7 @@ class Lanes:
         from wfm_ds.run.out_of_memory import OutOfMemory, explained
 
         try:
-            work = ChunkWork.of_json(task.rows[0], next(iter(task.tensors()), None))
+            work = ChunkWork.of_rows(task.rows, task.tensors())
             manifest = Manifest.of_json(task.note)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise TaskFailed(f"the task cannot be read: {type(error).__name__} {error}", fatal=True) from error

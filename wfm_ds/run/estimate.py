@@ -126,7 +126,7 @@ class _Sums(EngineSums):
 
     def frozen(self) -> dict[str, int]:
         """The VAE, and parts that are neither it nor a text encoder nor the denoiser."""
-        encoders = {id(part) for part in self.model.parts_named("text_encoder").values()}
+        encoders = {id(part) for part in self.model.text_parts().values()}
         others = [part for part in self.shadow.frozen_parts() if id(part) not in encoders]
         vae = parameter_bytes(self.shadow.pipeline.vae)
         rest = sum(map(parameter_bytes, others)) - vae
@@ -134,7 +134,7 @@ class _Sums(EngineSums):
 
     def encoder_bytes(self) -> int:
         """The text encoders, in the dtype that they are loaded in."""
-        parts = self.model.parts_named("text_encoder").values()
+        parts = self.model.text_parts().values()
         numel = sum(int(parameter.numel()) for part in parts for parameter in part.parameters())
         return numel * int(self.text_dtype.itemsize)
 

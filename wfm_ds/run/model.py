@@ -45,6 +45,8 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
         prompt_template=settings.prompt_template,
         guardrail=settings.guardrail,
         mapped=settings.denoiser_init != "random",
+        fps=size.fps,
+        inputs=recipe.data.inputs,
     )
     try:
         model.latent_shape(size.height, size.width, size.num_frames)
@@ -57,6 +59,7 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
     if (cheap := size.of_candidates) is not None:
         model.rollout_sigmas(cheap)
     check_conditional_frames(recipe, model, shape)
+    check_inputs(recipe, model)
     recipe.algorithm.check_model(model, size)
     model.check_sampling(size)
     sizes = buckets_of(recipe, model).sizes  # raises for sizes that the family does not have
@@ -90,6 +93,17 @@ def check_sizes_shared(recipe: Recipe, model: DiffusionModel, sizes: Sequence[Si
         except UserError as error:
             whose = "sampling" if (height, width) == (recipe.sampling.height, recipe.sampling.width) else "data.buckets"
             raise RecipeError(f"{whose}: the size [{height}, {width}] cannot be shared among ranks: {error}") from error
+
+
+def check_inputs(recipe: Recipe, model: DiffusionModel) -> None:
+    """RecipeError for data.inputs that the family does not take, and for one that it cannot do without."""
+    known = ", ".join(sorted(model.takes)) or "nothing besides text and frames"
+    if unknown := [name for name in recipe.data.inputs if name not in model.takes]:
+        raise RecipeError(
+            f"data.inputs {', '.join(unknown)}: {model.family} takes {known}; remove the key, or choose another model"
+        )
+    if lacking := [name for name, taken in model.takes.items() if taken.required and name not in recipe.data.inputs]:
+        raise RecipeError(f"{model.family} cannot do without {', '.join(lacking)}: name it in data.inputs")
 
 
 def check_conditional_frames(recipe: Recipe, model: DiffusionModel, shape: Sequence[int]) -> None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from wfm_ds.algorithms import RlAlgorithm, build_rl, build_supervised, engine_policies
-from wfm_ds.data.datasets import TrainingData, batch_source, buckets_of, log_rejected, readable
+from wfm_ds.data.datasets import TrainingData, batch_source, buckets_of, inputs_of, log_rejected, readable
+from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.prompts import PromptOrder
 from wfm_ds.data.replica import chosen_once
 from wfm_ds.data.shared import read_on_main
@@ -32,6 +33,7 @@ from wfm_ds.rollout.colocated import ColocatedSource
 from wfm_ds.rollout.groups import PairGroups, PromptGroups, SpreadGroups
 from wfm_ds.rollout.rewards import RewardClient, RewardService
 from wfm_ds.rollout.source import async_source
+from wfm_ds.rollout.trajectories import Trajectories
 from wfm_ds.run.folder import Start
 from wfm_ds.run.initial_lora import initial_lora
 from wfm_ds.run.job import Job
@@ -86,6 +88,7 @@ def build_engine(
         accumulation=max(derived.accumulation, len(model.sigma_ranges)),  # a micro-batch has terms of one expert
         total_updates=derived.total_updates,
         block_classes=model.block_classes,
+        frozen=model.frozen_names(),
         start=start,
     )
     model.denoiser = engine.forward_module
@@ -209,22 +212,24 @@ def supervision(
     resources: contextlib.ExitStack,
 ) -> SftLoop:
     recipe, world = job.recipe, job.world
-    buckets = buckets_of(recipe, job.model)
+    buckets, inputs = buckets_of(recipe, job.model), inputs_of(recipe, job.model, data)
     batches = {"global_batch": job.derived.samples_per_step, "unit": recipe.engine.micro_batch_size}
-    source = batch_source(recipe, world, data, buckets, cached=job.cached_latents, **batches)
+    source = batch_source(recipe, world, data, buckets, cached=job.cached_latents, inputs=inputs, **batches)
     resources.callback(source.close)
     num_images, whole = recipe.validation.num_images, data.num_samples
     held_out = chosen_once(
         world,
         data.held_out,
-        lambda: readable(data.held_out, recipe, buckets, num_images, whole=whole, what="samples held out"),
+        lambda: readable(
+            data.held_out, recipe, buckets, num_images, whole=whole, what="samples held out", inputs=inputs
+        ),
     )
     places = world.checked(lambda: [buckets.index_of(sample.media) for sample in held_out], on="leaders")
     framings = [buckets.framings[place] for place in world.share(places)]
     algorithm = build_supervised(recipe)
     judges = judge_client(job, endpoint, resources)
     loss = ValidationLoss(job, algorithm, held_out, framings) if held_out else None
-    shown, frames = first_frames(job, data)
+    shown, frames = first_frames(job, data, inputs)
     validator = Validator(job, shown, judges=judges, loss=loss, frames=frames)
     return SftLoop(job, algorithm, source, validator, exporter, checkpoints)
 
@@ -241,7 +246,8 @@ def reinforcement(
     recipe, reward = job.recipe, job.recipe.rl.reward
     assert endpoint is not None
     rewards = reward_client(job, endpoint, reward, f"rank{job.world.rank}", resources)
-    groups = group_source(job, algorithm, data, resources)
+    inputs = inputs_of(recipe, job.model, data)
+    groups = group_source(job, algorithm, data, inputs, resources)
     source: Source
     if recipe.is_async:
         source = async_source(job, groups, algorithm, endpoint, resources)
@@ -251,7 +257,7 @@ def reinforcement(
     else:
         source = ColocatedSource(job, groups, rewards, algorithm)
     plan = algorithm.plan if recipe.validation.rollout_correlation else None
-    shown, frames = first_frames(job, data)
+    shown, frames = first_frames(job, data, inputs)
     judges = judge_client(job, endpoint, resources)
     validator = Validator(job, shown, rewards=rewards, judges=judges, rollout_plan=plan, frames=frames)
     return RlLoop(job, algorithm, source, validator, exporter, checkpoints)
@@ -275,7 +281,9 @@ def judge_client(job: Job, endpoint: str | None, resources: contextlib.ExitStack
     return reward_client(job, endpoint, judging, f"rank{job.world.rank}-judges", resources)
 
 
-def group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources: ExitStack) -> GroupSource:
+def group_source(
+    job: Job, algorithm: RlAlgorithm, data: TrainingData, inputs: InputReader | None, resources: ExitStack
+) -> GroupSource:
     """Groups about the data's media, or about prompts where it has no media."""
     recipe, seed = job.recipe, job.recipe.run.seed
     num_groups = recipe.rl.rollout.prompts_per_step
@@ -294,6 +302,7 @@ def group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources
         global_batch=num_groups,
         unit=num_groups,
         cached=job.cached_latents,
+        inputs=inputs,
     )
     resources.callback(source.close)
     given = algorithm.settings.num_conditional_frames
@@ -302,4 +311,4 @@ def group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources
         latents = clean_latents(job, samples)
         return padded(latents, job.sampler.latent_shape[1]) if given[1] else latents
 
-    return PairGroups(job, source, encode, given)
+    return PairGroups(job, source, encode, given, Trajectories(recipe, inputs))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from wfm_ds.data.buckets import Buckets
 from wfm_ds.data.datasets import TrainingData, buckets_of, readable
+from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import Framing, centre
 from wfm_ds.data.replica import chosen_once
@@ -46,11 +47,14 @@ class FirstFrames:
         return self._latents[prompt_id]
 
 
-def first_frames(job: Job, data: TrainingData) -> tuple[Sequence[Prompt], FirstFrames | None]:
-    """Return the prompts that validation draws, and the frames that they begin with; None in a run that gives none, or
-    whose draws are of texts alone. Collective."""
+def first_frames(
+    job: Job, data: TrainingData, inputs: InputReader | None = None
+) -> tuple[Sequence[Prompt], FirstFrames | None]:
+    """Return the prompts that validation draws, with what their clips are told, and the frames that they begin with;
+    None in a run that gives none, or whose draws are of texts alone. Collective."""
     recipe = job.recipe
-    if recipe.algorithm.num_conditional_frames[1] == 0 or recipe.validation.prompts is not None:
+    gives = recipe.algorithm.num_conditional_frames[1] > 0
+    if recipe.validation.prompts is not None or not (gives or inputs):
         return data.shown, None
     wanted = {prompt.id for prompt in data.shown}
     samples = [sample for sample in data.held_out or data.samples if sample.prompt.id in wanted]
@@ -59,10 +63,13 @@ def first_frames(job: Job, data: TrainingData) -> tuple[Sequence[Prompt], FirstF
     size = Buckets(buckets_of(recipe, job.model).framings[0], [(recipe.sampling.height, recipe.sampling.width)])
 
     def choose() -> list[Sample]:
-        return readable(samples, recipe, size, len(samples), whole=data.num_samples, what="samples to draw")
+        return readable(
+            samples, recipe, size, len(samples), whole=data.num_samples, what="samples to draw", inputs=inputs
+        )
 
     chosen = chosen_once(job.world, samples, choose)
-    return [sample.prompt for sample in chosen], FirstFrames(job, chosen, size.framings[0])
+    frames = FirstFrames(job, chosen, size.framings[0]) if gives else None
+    return [sample.prompt for sample in chosen], frames
 
 
 def medium_latents(job: Job, media: Media, framing: Framing) -> Tensor:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 import torch
 
 from wfm_ds.algorithms import engine_policies
-from wfm_ds.data.datasets import TrainingData, buckets_of, load_data, readable
+from wfm_ds.data.datasets import TrainingData, buckets_of, inputs_of, load_data, readable
 from wfm_ds.data.stream import HfStream
 from wfm_ds.distributed.accelerator import accelerator_present, uses_cuda
 from wfm_ds.distributed.world import ranks_per_node
@@ -48,9 +48,9 @@ def check_rewards(recipe: Recipe, prompts: Sequence[Prompt]) -> None:
     reward = recipe.scoring
     if reward is None:
         return
-    video = family_of(recipe).video
+    family, told = family_of(recipe), recipe.data.inputs
     for function in reward.functions:
-        check_needs(function, prompts, local=reward.spawn, video=video)
+        check_needs(function, prompts, local=reward.spawn, video=family.video, told=told, takes=family.takes)
     if reward.endpoint is not None:
         RewardClient(reward.endpoint, reward, run="check", client="check").close()
 
@@ -66,9 +66,17 @@ def check_workers(recipe: Recipe) -> None:
             check_endpoint(endpoint, keys=keys is not None)
 
 
-def check_needs(function: RewardFunction, prompts: Sequence[Prompt], *, local: bool, video: bool) -> None:
-    """`video`: whether the model makes videos. A reward of a service elsewhere may be unknown here; then the service
-    itself is asked."""
+def check_needs(
+    function: RewardFunction,
+    prompts: Sequence[Prompt],
+    *,
+    local: bool,
+    video: bool,
+    told: Sequence[str] = (),
+    takes: Container[str] = (),
+) -> None:
+    """`video`: whether the model makes videos; `told`: data.inputs, of what it `takes`. A reward of a service elsewhere
+    may be unknown here; then the service itself is asked."""
     from wfm_reward import registry as rewards
 
     if not local and function.name not in rewards.names():
@@ -79,6 +87,10 @@ def check_needs(function: RewardFunction, prompts: Sequence[Prompt], *, local: b
             f"reward {function.name} scores videos, but the model makes images: choose another reward or model"
         )
     for key in reward.needs:
+        if key in told:
+            continue
+        if key in takes:
+            raise RecipeError(f"reward {function.name} needs {key}: name it in data.inputs, or choose another reward")
         lacking = [p.id for p in prompts if key not in p.metadata]
         if lacking:
             raise RecipeError(
@@ -151,7 +163,8 @@ def examine(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> Chec
     samples = data.samples
     if recipe.data.streaming:
         samples = [row.sample for row in HfStream(recipe.data).read(NUM_DECODED)]
-    readable(samples, recipe, buckets_of(recipe, model), NUM_DECODED, whole=len(samples) + len(data.held_out))
+    whole, inputs = len(samples) + len(data.held_out), inputs_of(recipe, model, data)
+    readable(samples, recipe, buckets_of(recipe, model), NUM_DECODED, whole=whole, inputs=inputs)
     check_spawned_rewards(recipe)
     sizes = estimate(recipe, model, world_size, keeps_encoders=keeps_encoders(recipe, model, data, world_size))
     chosen = "" if recipe.data.choose == "even" else f", by spread, {visits(recipe, data):.3g} times each on average"

@@ -267,7 +267,7 @@ class RlLoop(Loop):
     def velocity(self, purpose: str, micro: MicroBatch) -> Tensor:
         """The prediction that the rollout sampled with, guided like it."""
         sampler, batch = self.job.sampler, micro.batch
-        conditions = sampler.conditions(batch.prompts, batch.conditional_frames)
+        conditions = sampler.conditions(batch.prompts, batch.conditional_frames, batch.latents.shape[1:])
         return sampler.velocity(purpose, batch.latents, batch.sigma, conditions, micro.expert)
 
     def move_policies(self) -> dict[str, float]:

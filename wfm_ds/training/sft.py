@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -29,8 +31,8 @@ from wfm_ds.data.reading import Reader, TrainingSample
 from wfm_ds.data.replica import read_once
 from wfm_ds.data.samples import Sample
 from wfm_ds.models.base import NegativeText
-from wfm_ds.models.conditional_frames import MASK, with_conditional_frames
-from wfm_ds.models.text_cache import Text
+from wfm_ds.models.captions import Text, captioned
+from wfm_ds.models.conditional_frames import MASK
 from wfm_ds.pinned import columns, on_device, room
 from wfm_ds.run.job import Job
 from wfm_ds.sampling.noise import noised, noisy_latents, seeded_normal
@@ -42,6 +44,7 @@ from wfm_ds.training.loop import Loop
 from wfm_ds.training.micro import KEPT_ON_HOST, KEPT_SHARE, MicroBatches
 from wfm_ds.training.outcome import StepReport, engine_metrics
 from wfm_ds.training.validation import Validator
+from wfm_ds.types import ConditionalFrames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,7 @@ class NoisedBatch:
     latents: Tensor  # [M*B, ...], of these two
     sigma: Tensor  # [M*B]
     texts: Sequence[Text]  # [M*B], encoded when a forward needs them
+    inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]]  # [M*B], what the samples are told besides
     num_frames: Tensor | None  # [M*B] int64 on the host: first latent frames that are given; None: of no sample
 
 
@@ -86,7 +90,7 @@ class SftLoop(Loop):
         with job.timer("data_wait"):
             samples = read_once(world, lambda: self.source.batch(step, world.dp_rank, world.dp_size))
         micros = self.micro_batches(samples)
-        job.texts.prepare([self.caption(sample) for sample in samples])  # here no device waits for the host
+        job.texts.prepare(self.captions(samples))  # here no device waits for the host
         references = self.reference_errors(micros)
         with job.timer("train"):
             metrics = self.optimize(samples, micros, references)
@@ -167,21 +171,31 @@ class SftLoop(Loop):
             noise=noise,
             latents=noisy,
             sigma=sigma,
-            texts=[self.caption(sample) for sample in part] * times,
+            texts=self.captions(part, clean.shape[1:]) * times,
+            inputs=[sample.prompt.inputs for sample in part] * times,
             num_frames=conditional_counts(self.settings, draws * times),
         )
 
-    def caption(self, sample: TrainingSample) -> str | NegativeText:
+    def captions(self, samples: Sequence[TrainingSample], shape: Sequence[int] | None = None) -> list[Text]:
+        """Their texts as the family encodes them. shape: of a sample's latents, unless the size that they are framed
+        to, of ranks that do not read sampling's."""
+        sampler, found = self.job.sampler, list[Text]()
+        for sample in samples:
+            framing = sample.framing
+            size = (framing.height, framing.width) if framing and shape is None else sampler.pixel_size(shape)
+            found += captioned(self.job.model, [self.caption(sample)], size, sampler.settings.num_frames)
+        return found
+
+    def caption(self, sample: TrainingSample) -> Text:
         dropped = uniform(self.job.recipe.run.seed, "caption_dropout", sample.epoch, sample.sample_id)
         return NegativeText("") if dropped < self.job.recipe.data.caption_dropout else sample.prompt.text
 
 
 def errors_of(job: Job, purpose: str, batch: NoisedBatch, expert: int) -> Tensor:
     """Velocity errors [M, B] of the active policy."""
-    conditioning, mask = job.texts.encode(batch.texts), None
-    if batch.num_frames is not None:
-        conditioning = with_conditional_frames(conditioning, batch.clean, batch.num_frames)
-        mask = conditioning[MASK]
+    frames = None if batch.num_frames is None else ConditionalFrames(batch.clean, batch.num_frames)
+    besides = job.sampler.besides_text(batch.inputs, frames, batch.clean.shape[1:])
+    conditioning, mask = {**job.texts.encode(batch.texts), **besides}, besides.get(MASK)
     velocity = job.forward(purpose, batch.latents, batch.sigma, conditioning, expert)
     return velocity_errors(velocity, batch.clean, batch.noise, mask).view(job.recipe.supervised.num_media, -1)
 
@@ -277,6 +291,7 @@ class ValidationLoss:
 
     def noised_batch(self, terms: Sequence[tuple[int, int]], clean_by_index: Mapping[int, Tensor]) -> NoisedBatch:
         times, keys = self.settings.num_media, [(self.samples[i].id, j) for i, j in terms]
+        samples = [self.samples[i] for i, _ in terms]
         clean = torch.stack([clean_by_index[i] for i, _ in terms], dim=1).flatten(0, 1)
         seeds = [derive_seed(0, "validation_noise", *key) for key in keys]
         noise = seeded_normal(seeds, clean.shape[1:], clean.device)
@@ -289,7 +304,8 @@ class ValidationLoss:
             noise=noise,
             latents=noisy_latents(clean, noise, sigma),
             sigma=sigma,
-            texts=[self.samples[i].prompt.text for i, _ in terms] * times,
+            texts=self.job.sampler.captioned([sample.prompt.text for sample in samples], clean.shape[1:]) * times,
+            inputs=[sample.prompt.inputs for sample in samples] * times,
             num_frames=conditional_counts(self.settings, draws * times),
         )
 

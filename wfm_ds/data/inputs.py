@@ -1,0 +1,187 @@
+"""Conditioning data beside a medium, as `data.inputs` names it: found, read, and cut as the clip is.
+
+A value is a key of NAME.json, or one of its map `camera`: a number, a list of numbers, or the name of an .npy file
+below the folder of the medium. `actions` [N-1,D] move frame i to i + 1, `c2w` [N,4,4] and `intrinsics` [4] or [N,4] are
+of the frames of the file, anything else is taken whole. A start that is an image has a trajectory of exactly a sample's
+length.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+from typing import Any, Protocol
+
+import numpy as np
+
+from wfm_ds.data.media import clip_frames, media_size
+from wfm_ds.data.pixels import BadMedia, Draw, Framing, crop_box
+from wfm_ds.data.samples import IMAGE_SUFFIXES, LocalFile, Media, Sample, StoredFile
+from wfm_ds.data.trajectories import (
+    ACTIONS,
+    DOMAIN,
+    INTRINSICS,
+    POSES,
+    Floats,
+    Scaling,
+    composed,
+    cropped_intrinsics,
+    is_numeric,
+    scaling_of,
+)
+from wfm_ds.errors import DataError
+from wfm_ds.recipe.data import ActionsRecipe
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.types import Prompt
+
+NUM_PROBED = 16  # samples whose actions say how wide those of the data set are
+READ_ERRORS = (OSError, ValueError, EOFError, KeyError)
+CAMERA = "camera"
+
+
+class TakenInput(Protocol):
+    """What a family says of an input (models/inputs.py)."""
+
+    @property
+    def rank(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputReader:
+    """Reads what samples are told besides their text. Its methods may be called from any thread."""
+
+    ranks: Mapping[str, int]  # of the inputs that data.inputs names
+    num_frames: int  # of a sample
+    actions: ActionsRecipe
+    width: int | None  # numbers of an action; None: there are no actions
+    scaling: Scaling | None
+
+    @classmethod
+    def of(cls, recipe: Recipe, takes: Mapping[str, TakenInput], samples: Sequence[Sample]) -> InputReader | None:
+        """Return the reader of a recipe's inputs, which the model takes; None if it names none. `samples`: of the data
+        set, sorted. Raises DataError for stats or a library that cannot be used."""
+        if not recipe.data.inputs:
+            return None
+        settings, width = recipe.data.actions, None
+        scaling = scaling_of(settings)
+        if ACTIONS in recipe.data.inputs:
+            width = settings.width or (len(scaling.low) if scaling else None) or widest_used(samples)
+        if scaling is not None and width != len(scaling.low):
+            raise DataError(f"data.actions.width {width}: data.actions.stats has {len(scaling.low)} numbers")
+        return cls(
+            ranks={name: takes[name].rank for name in recipe.data.inputs},
+            num_frames=recipe.sampling.num_frames,
+            actions=settings,
+            width=width,
+            scaling=scaling,
+        )
+
+    def prompt(self, sample: Sample, framing: Framing, draw: Draw) -> Prompt:
+        """Return the sample's prompt with the inputs of the clip that `load_media` cuts of its medium with the same
+        framing and draw. Raises BadMedia: `bad_actions`, `bad_input`, and what the medium is refused for."""
+        is_image = sample.media.suffix in IMAGE_SUFFIXES
+        frames, total = (range(self.num_frames), None) if is_image else clip_frames(sample.media, framing, draw)
+        found = {}
+        for name in self.ranks:
+            try:
+                raw = raw_input(sample, name)
+                found[name] = self._cut(name, raw, frames, self.num_frames if total is None else total)
+                if name == INTRINSICS:
+                    found[name] = framed_intrinsics(found[name], sample.media, framing, draw)
+            except READ_ERRORS as error:
+                reason = "bad_actions" if name == ACTIONS else "bad_input"
+                raise BadMedia(reason, sample.media.name, f"{name}: {error}") from error
+        metadata = without_inputs(sample.prompt.metadata, list(self.ranks))
+        return replace(sample.prompt, inputs=found, metadata=metadata)
+
+    def _cut(self, name: str, raw: Floats, frames: Sequence[int], total: int) -> Floats:
+        """Raises ValueError for an array of another size, or that is not finite."""
+        if not np.isfinite(raw).all():
+            raise ValueError("it has NaN or infinite numbers")
+        if name == ACTIONS:
+            require(raw, (total - 1, self.width))
+            cut = composed(raw, frames, self.actions.compose)
+            return cut if self.scaling is None else self.scaling(cut)
+        if name == POSES:
+            require(raw, (total, 4, 4))
+            return raw[list(frames)]
+        if name == INTRINSICS:
+            raw = np.broadcast_to(raw, (total, 4)) if raw.shape == (4,) else raw
+            require(raw, (total, 4))
+            return raw[list(frames)]
+        if raw.ndim != self.ranks[name]:
+            raise ValueError(f"it has {raw.ndim} axes, and the model takes {self.ranks[name]}")
+        return raw
+
+
+def require(array: Floats, shape: tuple[int | None, ...]) -> None:
+    """Raises ValueError unless the array has this shape."""
+    if array.shape != shape:
+        raise ValueError(f"it is {list(array.shape)}, and must be {list(shape)} for this file's number of frames")
+
+
+def framed_intrinsics(intrinsics: Floats, media: Media, framing: Framing, draw: Draw) -> Floats:
+    """Return intrinsics of the file's pixels as those of the framed ones."""
+    height, width = media_size(media)
+    box = crop_box((height, width), framing, framing.place(draw))
+    return cropped_intrinsics(intrinsics, box, (framing.height, framing.width))
+
+
+def raw_input(sample: Sample, name: str) -> Floats:
+    """Read one input as it is stored. Raises KeyError, OSError or ValueError."""
+    camera = sample.prompt.metadata.get(CAMERA)
+    places = [sample.prompt.metadata, *([camera] if isinstance(camera, dict) else [])]
+    value = next((place[name] for place in places if name in place), None)
+    if value is None:
+        raise ValueError("its caption file does not have it")
+    if isinstance(value, str):
+        with beside(sample, value).open() as file:
+            array = np.load(file, allow_pickle=False)
+    else:
+        array = np.asarray(value)
+    if not is_numeric(array):
+        raise ValueError("it is not an array of numbers" + (", but a name" if name == DOMAIN else ""))
+    found: Floats = array.astype(np.float32)
+    return found
+
+
+def beside(sample: Sample, name: str) -> Media:
+    """Return the file of this name below the folder of the medium, or among those of its tar. Raises ValueError for a
+    name that leads elsewhere, OSError where there is no such place."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not name.endswith(".npy"):
+        raise ValueError(f"{name} is not the name of an .npy file beside the medium")
+    if name in sample.files:
+        return sample.files[name]
+    media = sample.media
+    if isinstance(media, LocalFile):
+        return LocalFile(os.path.join(os.path.dirname(media.file), name))
+    if isinstance(media, StoredFile):
+        return StoredFile(f"{media.address.rpartition('/')[0]}/{name}")
+    raise FileNotFoundError(f"{name} is not beside {media.name}")
+
+
+def widest_used(samples: Sequence[Sample]) -> int:
+    """Return how many numbers most of the first samples' actions have. Raises DataError where none can be read."""
+    found: Counter[int] = Counter()
+    for sample in samples[:NUM_PROBED]:
+        try:
+            raw = raw_input(sample, ACTIONS)
+        except READ_ERRORS:
+            continue
+        if raw.ndim == 2:
+            found[raw.shape[1]] += 1
+    if not found:
+        raise DataError(
+            f"data.inputs: none of the first {min(len(samples), NUM_PROBED)} samples has actions [N-1,D] that can be "
+            "read: name an .npy file as `actions` in each NAME.json"
+        )
+    return found.most_common(1)[0][0]
+
+
+def without_inputs(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return the metadata that travels to the rewards: inputs go by their own way."""
+    return {key: value for key, value in metadata.items() if key not in (*names, CAMERA)}

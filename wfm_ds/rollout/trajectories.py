@@ -1,0 +1,88 @@
+"""Counterfactual trajectories: samples of an RL step that start where a clip does, and are told to go elsewhere.
+
+To follow actions cannot be learned from the recorded continuation alone: a model that remembers it need not listen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from wfm_ds.data.inputs import InputReader
+from wfm_ds.data.order import permuted
+from wfm_ds.data.trajectories import ACTIONS, DOMAIN, POSES, Floats, is_numeric
+from wfm_ds.errors import DataError
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.seeds import derive_seed
+from wfm_ds.types import Prompt
+
+
+class Trajectories:
+    """What the groups of an RL step are told to do, by rollout.trajectories. The same on every rank, at any step."""
+
+    def __init__(self, recipe: Recipe, inputs: InputReader | None) -> None:
+        """Raises DataError for a library that cannot be used."""
+        rollout = recipe.rl.rollout
+        self.mode, self.seed = rollout.trajectories, recipe.run.seed
+        self._library = None
+        if rollout.trajectory_library is not None:
+            assert inputs is not None
+            self._library = library(Path(rollout.trajectory_library), inputs)
+
+    def of_step(self, prompts: Sequence[Prompt], step: int) -> list[Prompt]:
+        """Return the prompts of all groups of a step with the trajectories that their samples are told."""
+        if self.mode == "shuffle":
+            return exchanged(prompts, seed=self.seed, step=step)
+        if self._library is None:
+            return list(prompts)
+        chosen = [derive_seed(self.seed, "trajectories", step, g) % len(self._library) for g in range(len(prompts))]
+        return [
+            replace(prompt, inputs={**prompt.inputs, ACTIONS: self._library[place]})
+            for prompt, place in zip(prompts, chosen, strict=True)
+        ]
+
+
+def exchanged(prompts: Sequence[Prompt], *, seed: int, step: int) -> list[Prompt]:
+    """Return the prompts of an RL step with one another's actions and camera paths: nobody keeps his own, and only
+    those of one `domain` exchange. One that is alone in its domain keeps its own."""
+    domains: dict[float, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        domains.setdefault(float(prompt.inputs.get(DOMAIN, 0)), []).append(i)
+    found = list(prompts)
+    for domain, members in sorted(domains.items()):
+        order = permuted(len(members), derive_seed(seed, "trajectories", step, str(domain)))
+        ring = [members[place] for place in order]  # each takes the next one's
+        for here, there in zip(ring, [*ring[1:], ring[0]], strict=True):
+            found[here] = replace(prompts[here], inputs=moved(prompts[here].inputs, prompts[there].inputs))
+    return found
+
+
+def moved(here: Mapping[str, Floats], there: Mapping[str, Floats]) -> dict[str, Floats]:
+    """Return the inputs of one sample with the trajectory of another, whose camera begins where its own does."""
+    found = dict(here)
+    if ACTIONS in here:
+        found[ACTIONS] = there[ACTIONS]
+    if POSES in here:
+        start = here[POSES][0].astype(np.float64) @ np.linalg.inv(there[POSES][0].astype(np.float64))
+        found[POSES] = (start @ there[POSES].astype(np.float64)).astype(np.float32)
+    return found
+
+
+def library(path: Path, inputs: InputReader) -> Floats:
+    """Read a library of actions, an .npy file [N,F-1,D], scaled as those of the data are. Raises DataError."""
+    try:
+        found = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise DataError(f"rollout.trajectory_library: {path} cannot be read: {error}") from error
+    if not is_numeric(found) or found.ndim != 3 or not len(found) or not np.isfinite(found).all():
+        raise DataError(f"rollout.trajectory_library: {path} must hold finite numbers [N,F-1,D]")
+    if found.shape[1:] != (inputs.num_frames - 1, inputs.width):
+        raise DataError(
+            f"rollout.trajectory_library: {path} has trajectories {list(found.shape[1:])}, and samples of this recipe "
+            f"have {[inputs.num_frames - 1, inputs.width]}"
+        )
+    found = found.astype(np.float32)
+    return found if inputs.scaling is None else inputs.scaling(found)
