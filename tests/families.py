@@ -108,6 +108,7 @@ CASES = {
         given=cosmos25_given,
     ),
     "wan21": Case(size=(32, 48, 5), blocks="blocks"),
+    "moving": Case(size=(32, 32, 5), blocks="blocks"),
     "wan22": Case(size=(32, 48, 5), blocks="blocks", sigmas=((0.97, 0.9), (0.8, 0.3))),
     "wan22_ti2v": Case(size=(64, 32, 9), blocks="blocks", given=ti2v_given),
     # The same vector added to every key shifts all scores alike, unless keys are normalised.

@@ -20,7 +20,7 @@ from wfm_ds.program import program
 from wfm_reward.moving_world import DIRECTIONS, SHAPES, Clip, Frames, clips, draw, pixels
 
 COPIES = 20
-WRONG = 5  # of each clip's captions
+WRONG = 7  # of each clip's captions
 FPS = 8
 
 
