@@ -2,8 +2,8 @@
 
 The video quickstart's moving shapes are trained by SFT once for each seed and improved by every variant that is asked
 for; all runs are the ordinary command. A judge that no run is rewarded by compares the held-out videos with the world's
-real clips, and the places that the right ones begin at are counted. Writes results/<date>-cpu-video.json. A study that
-was interrupted goes on where it stopped.
+real clips, and the places that the right ones begin at are counted. Writes results/<date>-cpu-video.json and, beside the
+documentation, the first videos of each prompt, of the first seed. A study that was interrupted goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks import report
 from benchmarks.learning.runs import Run, revisions, train_all, train_starts
 from benchmarks.learning.variants import REPOSITORY, Variant
+from wfm_ds.monitoring.pictures import grid, save_png
 from wfm_ds.program import program
-from wfm_ds.quickstart.moving import JUDGE, REWARD, STARTS, MovingShapes, load_videos, starts_hit
+from wfm_ds.quickstart.moving import JUDGE, REWARD, STARTS, MovingShapes, Video, by_prompt, load_videos, starts_hit
 from wfm_ds.quickstart.world import evaluations
 
+PICTURE = REPOSITORY / "docs" / "images" / "video.png"
 MOVING = REPOSITORY / "recipes" / "moving"
 SHUFFLED = ("reward.shuffle=true",)
 EVERY = 8  # RL steps between evaluations
@@ -86,6 +90,9 @@ def study(args: argparse.Namespace) -> None:
     train_all(out, runs, args.jobs)
     rows = [row for run in runs for row in rows_of(out, run, with_start=run.variant is runs[0].variant)]
     path = report.write(args.name, report.machine() | {"runs": revisions(out, runs)}, rows)
+    first = [run for run in runs if run.seed == args.seeds[0]][:2]
+    shown = {"after SFT": samples_of(out, runs[0])[0]} | {run.variant.title: samples_of(out, run)[-1] for run in first}
+    write_comparison(PICTURE, {title: load_videos(samples) for title, samples in shown.items()})
     sys.stdout.write(f"{report.table(json.loads(path.read_text())['rows'])}\n\n{path}\n")
 
 
@@ -94,6 +101,10 @@ def rows_of(out: Path, run: Run, *, with_start: bool) -> list[dict[str, Any]]:
     found = evaluations(out / run.name, f"{REWARD}/mean")
     end = cells(run.variant.title, run.seed, *found[-1]) | {"alarm at RL step": alarm(found)}
     return [cells("SFT", run.start, *found[0]), end] if with_start else [end]
+
+
+def samples_of(out: Path, run: Run) -> list[Path]:
+    return [samples for samples, _ in evaluations(out / run.name, f"{REWARD}/mean")]
 
 
 def cells(title: str, seed: int, samples: Path, metrics: Mapping[str, float]) -> dict[str, Any]:
@@ -105,6 +116,17 @@ def alarm(found: Sequence[tuple[Path, Mapping[str, float]]]) -> int | None:
     """Return the RL step whose evaluation raised the alarm first."""
     raised = (int(samples.name.removeprefix("step_")) for samples, metrics in found if metrics.get("val/alarm"))
     return next(raised, None)
+
+
+def write_comparison(path: Path, models: Mapping[str, Sequence[Video]]) -> None:
+    """The first video of each prompt by each model: a row a prompt, the models' frames side by side."""
+    blocks = []
+    for title, videos in models.items():
+        firsts = {prompt: media[0] for prompt, media in by_prompt(videos).items()}
+        frames = [frame for media in firsts.values() for frame in media]
+        titles = [f"{prompt}: {title}" if not k else prompt for k, prompt in enumerate(firsts)]
+        blocks.append(grid(frames, len(frames) // len(firsts), row_titles=titles))
+    save_png(path, np.concatenate(blocks, axis=1))
 
 
 if __name__ == "__main__":

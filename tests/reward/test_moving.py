@@ -3,11 +3,14 @@
 import numpy as np
 import pytest
 
+from wfm_ds.errors import RewardError
 from wfm_ds.types import MediaBatch
 from wfm_reward.moving_world import DIRECTIONS, NUM_PLACES, SHAPES, Clip, cells_of, clips, draw, nearest, pixels
 from wfm_reward.registry import create
 from wfm_reward.rewards.moving import Moving
 from wfm_reward.rewards.nearest_clip import NearestClip
+
+WHAT = ("shape", "light")
 
 
 def scores(reward, cells, asked):
@@ -26,9 +29,8 @@ def test_real_clips_have_the_full_reward_and_please_the_judge():
     world = clips()
     assert len(world) == len(SHAPES) * len(DIRECTIONS) * NUM_PLACES == len({draw(clip).tobytes() for clip in world})
     media = [draw(clip) for clip in world]
-    for guard in ("identity", "steady"):
-        found = scores(Moving(guard=guard), media, world)
-        assert [score.value for score in found] == pytest.approx([1.0] * len(world), abs=1e-5)
+    found = scores(Moving(), media, world)
+    assert [score.value for score in found] == pytest.approx([1.0] * len(world), abs=1e-5)
     for score in scores(NearestClip(), media, world):
         assert (score.value, score.parts["direction"], score.parts["both"], score.parts["real"]) == (1, 1, 1, 1)
         assert score.parts["psnr"] == 60
@@ -48,22 +50,21 @@ def test_a_wrong_direction_and_a_still_have_no_reward():
     assert [(score.value, score.parts["direction"], score.parts["both"]) for score in judged] == [(1, 0, 0)] * 3
 
 
-def test_another_shape_that_moves_right_fools_the_naive_reward_alone():
-    asked, other = Clip("triangle", "down", 1), draw(Clip("square", "down", 1))
-    (guarded,), (naive,) = (scores(Moving(guard=guard), [other], [asked]) for guard in ("identity", "steady"))
-    assert naive.value == pytest.approx(1, abs=1e-5)
-    assert guarded.value < 0.6
-    (judged,) = scores(NearestClip(), [other], [asked])
+def test_a_larger_shape_fools_the_naive_reward_alone():
+    asked = Clip("triangle", "down", 1)
+    cells = np.stack([draw(Clip("square", "down", 1)), draw(asked)])
+    guarded, naive = ([score.value for score in scores(Moving(what=what), cells, [asked] * 2)] for what in WHAT)
+    assert naive[0] > naive[1] + 0.2
+    assert guarded[0] < guarded[1] - 0.4
+    judged, _ = scores(NearestClip(), cells, [asked] * 2)
     assert (judged.value, judged.parts["direction"]) == (0, 1)
 
 
-def test_blur_costs_the_guarded_reward_and_the_judge_sees_it():
+def test_blur_costs_reward_and_the_judge_sees_it():
     asked = Clip("square", "up", 2)
     grey = 0.5 * draw(asked)
-    (guarded,), (naive,) = (scores(Moving(guard=guard), [grey], [asked]) for guard in ("identity", "steady"))
-    assert guarded.value == pytest.approx(0.75, abs=0.01)  # 1 - .5 ** 2
-    assert naive.value == pytest.approx(1, abs=1e-5)
-    (judged,) = scores(NearestClip(), [grey], [asked])
+    (score,), (judged,) = (scores(reward, [grey], [asked]) for reward in (Moving(), NearestClip()))
+    assert score.value == pytest.approx(0.75, abs=0.01)  # 1 - .5 ** 2
     assert judged.parts["real"] == 0
 
 
@@ -79,5 +80,5 @@ def test_what_cannot_be_judged_is_a_named_failure():
         assert "[4, 32, 32, 3], not [5, 32, 32, 3]" in reward.score(batch)[0].failure
     (score,) = scores(Moving(), [draw(clips()[0])], [Clip("hexagon", "up", 0)])
     assert "no 'hexagon' moves 'up'" in score.failure
-    with pytest.raises(ValueError, match="guard 'none' is none: use identity or steady"):
-        create("moving", "cpu", {"guard": "none"})
+    with pytest.raises(RewardError, match="what 'size' is none of shape and light: name one"):
+        create("moving", "cpu", {"what": "size"})
