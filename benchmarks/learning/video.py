@@ -2,8 +2,8 @@
 
 The video quickstart's moving shapes are trained by SFT once for each seed and improved by every variant that is asked
 for; all runs are the ordinary command. A judge that no run is rewarded by compares the held-out videos with the world's
-real clips, and the places that the right ones begin at are counted. Writes results/<date>-cpu-video.json and, beside the
-documentation, the first videos of each prompt, of the first seed. A study that was interrupted goes on where it stopped.
+real clips, and the places that the right ones begin at are counted. Writes results/<date>-cpu-video.json and, beside
+the documentation, the first videos of each prompt. A study that was interrupted goes on where it stopped.
 """
 
 from __future__ import annotations
