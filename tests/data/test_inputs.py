@@ -166,9 +166,7 @@ def test_actions_that_cannot_be_used_are_bad_by_name(world, samples, case):
 
 def test_a_domain_must_be_a_number_and_the_model_has_a_say(samples):
     samples[0].prompt.metadata["domain"] = "pusht"
-    with pytest.raises(
-        BadMedia, match=r"pusht is not the name of an .npy file beside .* \(bad_input\)"
-    ):
+    with pytest.raises(BadMedia, match=r"pusht is not the name of an .npy file beside .* \(bad_input\)"):
         reader().prompt(samples[0], framing(), centre)
 
     def refuse(told):
