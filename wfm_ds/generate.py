@@ -264,6 +264,7 @@ def load_sampler(args: argparse.Namespace) -> Sampler:
     except ValueError as error:
         raise UserError(str(error)) from error
     sampler.evaluation_plan()
+    model.check_sampling(settings)
     return sampler
 
 

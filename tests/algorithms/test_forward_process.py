@@ -18,7 +18,7 @@ from wfm_ds.sampling.schedule import unshifted
 from wfm_ds.types import Prompt, Rollout
 
 FP64 = torch.float64
-SHIFTED = SimpleNamespace(flow_shift=3.0)
+SHIFTED = SimpleNamespace(flow_shift=lambda sampling: 3.0)
 STRATIFIED = {"levels": "stratified", "num_levels": 4}
 ADVANTAGES = [0.5, None, 0.0, -2.0]
 
@@ -201,11 +201,13 @@ def test_keys_that_mean_nothing_together_are_refused(keys, message):
 
 def test_a_schedule_without_a_fixed_shift_needs_one_in_the_recipe():
     class NoShift:
-        @property
-        def flow_shift(self):
+        def flow_shift(self, sampling):
             raise ModelError("set algorithm.flow_shift")
 
+    def checked(recipe):
+        recipe.algorithm.check_model(NoShift(), recipe.sampling)
+
     with pytest.raises(ModelError, match=r"algorithm\.flow_shift"):
-        recipe_of(**STRATIFIED).algorithm.check_model(NoShift())
-    recipe_of(**STRATIFIED, flow_shift=5.0).algorithm.check_model(NoShift())
-    recipe_of().algorithm.check_model(NoShift())
+        checked(recipe_of(**STRATIFIED))
+    checked(recipe_of(**STRATIFIED, flow_shift=5.0))
+    checked(recipe_of())

@@ -1,3 +1,5 @@
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
 from wfm_ds.models.base import DiffusionModel, seeded, stock_argument
 from wfm_ds.recipe.sampling import SamplingRecipe
-from wfm_ds.sampling.schedule import unshifted
+from wfm_ds.sampling.schedule import shifted, unshifted
 
 
 @pytest.fixture
@@ -95,11 +97,22 @@ def test_a_scheduler_without_sigmas_is_refused(model):
         type(model)(model.pipeline, model.path, dtype=torch.float32, device="cpu", max_sequence_length=None)
 
 
-def test_a_shift_that_depends_on_the_size_has_no_single_value(model):
-    assert model.flow_shift == 3.0
-    model.pipeline.scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+@pytest.mark.parametrize("rule", ["exponential", "linear"])
+def test_a_shift_that_depends_on_the_size_is_that_of_the_grid(model, rule):
+    assert model.flow_shift(sampling()) == 3.0
+    model.pipeline.scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, time_shift_type=rule)
+    even = torch.linspace(1, 0.25, 4).double()
+    grid = copy.deepcopy(model.pipeline.scheduler)
+    grid.set_timesteps(sigmas=even.numpy(), **model.schedule_arguments((4, 16, 16), 4))
+    shift = model.flow_shift(sampling(eval_steps=4))
+    torch.testing.assert_close(shifted(even, shift), grid.sigmas[:-1].double(), rtol=0, atol=1e-6)
+    assert model.flow_shift(SamplingRecipe(height=64, width=64)) > shift
+
+
+def test_a_karras_grid_has_no_shift(model):
+    model.pipeline.scheduler = FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True)
     with pytest.raises(ModelError, match=r"algorithm\.flow_shift"):
-        _ = model.flow_shift
+        model.flow_shift(sampling())
 
 
 def sampling(**keys):
@@ -117,8 +130,8 @@ def test_an_even_grid_has_equal_steps_before_the_shift_and_leaves_the_last_one_s
         assert stock[-2] < 0.01 < 0.2 < even[-2]
 
 
-def test_an_even_grid_needs_one_shift(model):
-    model.pipeline.scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+def test_an_even_grid_needs_a_shift(model):
+    model.pipeline.scheduler = FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True)
     with pytest.raises(ModelError, match=r"no fixed shift: set sampling\.grid: stock"):
         model.rollout_sigmas(sampling(steps=4, grid="even"))
     with pytest.raises(ValidationError, match="edm_2ab does not read grid"):

@@ -17,6 +17,7 @@ from wfm_ds.models import registry
 from wfm_ds.models.conditional_frames import with_conditional_frames
 from wfm_ds.models.cosmos25 import provide_resize
 from wfm_ds.models.tiny.cosmos25 import TRANSFORMER
+from wfm_ds.recipe.sampling import SamplingRecipe
 
 NO_TORCHVISION = pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is there")
 
@@ -116,13 +117,14 @@ def test_the_largest_size_runs_and_its_tokens_are_patches(model):
 
 def test_a_karras_grid_has_no_shift(tiny_pipelines):
     model = fresh(tiny_pipelines)
-    assert model.flow_shift == 5.0
+    size = SamplingRecipe(height=32, width=32)
+    assert model.flow_shift(size) == 5.0
     config = dict(model.pipeline.scheduler.config) | {"use_karras_sigmas": True}
     model.pipeline.scheduler = UniPCMultistepScheduler.from_config(config)
     grid = model.sigmas(4, (4, 1, 4, 4))
     assert 0.9 < grid[0] < 1
     with pytest.raises(ModelError, match=r"algorithm\.flow_shift"):
-        _ = model.flow_shift
+        model.flow_shift(size)
 
 
 # Text

@@ -88,9 +88,10 @@ def test_both_halves_of_guidance_share_a_forward_where_they_fit(model):
 
 def test_halves_of_other_shapes_cannot_share_a_forward(model):
     one, longer = torch.ones(2, 3, 4), torch.ones(2, 5, 4)
-    assert Conditions({"text": one}, {"text": 2 * one}).both()["text"].tolist() == [*one.tolist(), *(2 * one).tolist()]
-    with pytest.raises(RecipeError, match=r"joint needs both texts in one shape, and text has \[2, 3, 4\] and"):
-        Conditions({"text": one}, {"text": longer}).both()
+    both = Conditions({"text": one}, {"text": 2 * one}).both(model)
+    assert both["text"].tolist() == [*one.tolist(), *(2 * one).tolist()]
+    with pytest.raises(RecipeError, match=r"joint needs both texts in one shape, and text has \[3, 4\] and"):
+        Conditions({"text": one}, {"text": longer}).both(model)
 
 
 def test_an_expert_whose_scale_is_1_runs_no_unconditional_pass(tiny_pipelines):

@@ -58,7 +58,7 @@ def videos(tmp_path_factory):
 def by_hand(model, recipe, folder):
     """The mean over videos and noise levels of the squared error on the frames that are not given."""
     losses, most = [], recipe.algorithm.max_num_conditional_frames
-    sigmas = validation_sigmas(model.flow_shift).float()
+    sigmas = validation_sigmas(model.flow_shift(recipe.sampling)).float()
     for sample in PairedFolder(folder, max_bad_fraction=0).samples:
         pixels = torch.from_numpy(load_media(sample.media, buckets_of(recipe, model).framings[0], centre)).float() / 255
         clean = model.encode_pixels(pixels.permute(3, 0, 1, 2)[None])

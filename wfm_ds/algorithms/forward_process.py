@@ -55,7 +55,7 @@ class ForwardProcess(RlAlgorithm[ForwardTerm, ForwardBatch]):
         self.num_levels = self.settings.terms_per_sample(recipe.sampling)
         self.shift = self.settings.flow_shift
         if self.settings.levels == "stratified" and self.shift is None and model is not None:
-            self.shift = model.flow_shift
+            self.shift = model.flow_shift(self.sampling)
 
     def plan(self, step: int) -> Plan:
         return rollout_plan(self.sampling, self.grid, run_seed=self.run_seed, step=step)

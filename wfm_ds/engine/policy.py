@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from wfm_ds.engine.flops import adapted_layers
 from wfm_ds.engine.optimizer import shown_states, take_up_states
+from wfm_ds.engine.targets import for_peft
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.sections import LoraRecipe
 
@@ -203,7 +204,7 @@ def add_adapters(
     config = peft.LoraConfig(
         r=recipe.rank,
         lora_alpha=recipe.alpha,
-        target_modules=list(targets),
+        target_modules=for_peft(denoiser, targets),
         init_lora_weights="gaussian" if recipe.init == "gaussian" else True,
         lora_dropout=recipe.dropout,
         use_rslora=recipe.rslora,

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from wfm_ds.models import vae
 from wfm_ds.models.conditional_frames import KEYS
 from wfm_ds.models.fingerprint import fingerprint
 from wfm_ds.pinned import on_device
+from wfm_ds.recipe.stated import FPS
 from wfm_ds.sampling.schedule import shifted
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ class DiffusionModel(ABC):
     family: ClassVar[str]
     pipeline_classes: ClassVar[tuple[str, ...]]  # matched against model_index.json:_class_name
     conditioning_keys: ClassVar[frozenset[str]]  # what encode_text returns and denoise expects, exactly
-    default_lora_targets: ClassVar[tuple[str, ...]]  # suffixes of linear layers
+    default_lora_targets: ClassVar[tuple[str, ...]]  # suffixes of linear layers; {} is the number of a block
     lora_names: ClassVar[tuple[LoraName, ...]] = ()  # what other tools call the layers (models/lora_names.py)
     comfyui_prefix: ClassVar[Literal["transformer", "diffusion_model"]] = "diffusion_model"  # with it: original names
     required_parts: ClassVar[tuple[str, ...]]  # names in model_index.json that must not be null
@@ -79,11 +81,12 @@ class DiffusionModel(ABC):
         max_sequence_length: int | None = None,
         prompt_template: str | None = None,
         leave_denoiser: bool = False,
+        fps: float = FPS,
     ) -> None:
         """Take over `pipeline`: freeze all but the denoiser, and move everything to `device`.
 
         `prompt_template` is one of prompt_templates, or None for what is stored with the pipeline. `leave_denoiser`:
-        but the denoiser, which an engine will place.
+        but the denoiser, which an engine will place. `fps`: frames a second of all videos, for networks that are told.
         """
         if not hasattr(pipeline.scheduler, "sigmas"):
             name = type(pipeline.scheduler).__name__
@@ -97,6 +100,7 @@ class DiffusionModel(ABC):
         self.config = pipeline.transformer.config  # stays when the denoiser is wrapped
         self.max_sequence_length = max_sequence_length or stock_argument(pipeline, "max_sequence_length")
         self.prompt_template = prompt_template
+        self.fps = fps
         for part in self.frozen_parts():
             part.requires_grad_(False).eval()
         self.to(device)
@@ -109,6 +113,12 @@ class DiffusionModel(ABC):
     @classmethod  # noqa: B027, most families load whatever their classes name
     def check_folder(cls, folder: Path) -> None:
         """ModelError for a pipeline of the family's classes that cannot be loaded, before that is tried."""
+
+    @classmethod
+    def placeholders(cls) -> dict[str, Any]:
+        """What stands for parts that the pipeline's constructor looks into, where networks have shapes alone (empty.py)
+        and the parts are not loaded."""
+        return {}
 
     def take_denoiser(self, pipeline: Any) -> nn.Module:
         """The one module that the engine trains; it holds all of `denoiser_parts`."""
@@ -135,8 +145,27 @@ class DiffusionModel(ABC):
         A family may then compute once for each prompt, in encode_text, what depends on frozen layers alone.
         """
 
+    def check_sampling(self, sampling: SamplingRecipe) -> None:  # noqa: B027, most families draw whatever is asked for
+        """ModelError for settings that the stock pipeline has no way to draw with."""
+
     def check_prompts(self, prompts: Sequence[str]) -> None:  # noqa: B027, most families have no guardrail
         """ModelError if the pipeline's guardrail refuses a prompt that is to be generated from."""
+
+    def caption(
+        self,
+        text: str,
+        height: int,
+        width: int,
+        num_frames: int,
+        *,
+        negative: bool = False,
+        inputs: Collection[str] = (),
+    ) -> str:
+        """Return the text to encode for pixels of this size: some pipelines state it in the prompt.
+
+        negative: it is that of a NegativeText. inputs: names of what the sample is told besides, of `takes`.
+        """
+        return text
 
     @abstractmethod
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
@@ -166,7 +195,7 @@ class DiffusionModel(ABC):
     @property
     def text_dtype(self) -> torch.dtype:
         """The dtype of a text's conditioning, masks aside: that of the encoders; float32 without any."""
-        encoders = self.parts_named("text_encoder").values()
+        encoders = self.text_parts().values()
         return next((parameter.dtype for encoder in encoders for parameter in encoder.parameters()), torch.float32)
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -180,11 +209,10 @@ class DiffusionModel(ABC):
 
     def text_identity(self) -> dict[str, Any]:
         """Everything besides the text that the results of encode_text and encode_negative depend on, as JSON."""
-        encoders, tokenizers = (self.parts_named(prefix) for prefix in ("text_encoder", "tokenizer"))
-        dtypes = {str(next(encoder.parameters()).dtype) for encoder in encoders.values()}
+        dtypes = {str(next(encoder.parameters()).dtype) for encoder in self.text_parts().values()}
         return {
             "family": self.family,
-            "parts": fingerprint(self.path, [*encoders, *tokenizers]),
+            "parts": fingerprint(self.path, self.text_folders()),
             "dtype": sorted(dtypes),
             **self.text_call(),
         }
@@ -199,14 +227,22 @@ class DiffusionModel(ABC):
         parts = self.pipeline.components.items()
         return {name: part for name, part in parts if name.startswith(prefix) and part is not None}
 
+    def text_parts(self) -> dict[str, nn.Module]:
+        """The networks that encode text, by name; none where they were dropped."""
+        return self.parts_named("text_encoder")
+
+    def text_folders(self) -> list[str]:
+        """Subfolders of the pipeline with all that a text's embedding depends on."""
+        return [*self.text_parts(), *self.parts_named("tokenizer")]
+
     def drop_text_encoders(self) -> None:
         """Free their memory, when every text that will be asked for is cached. Nothing can be encoded afterwards."""
-        for name in self.parts_named("text_encoder"):
+        for name in self.text_parts():
             setattr(self.pipeline, name, None)
 
     def move_text_encoders(self, device: torch.device | str) -> None:
         """Bring the text encoders there, and nothing else: to the host while no text is to be encoded, and back."""
-        for encoder in self.parts_named("text_encoder").values():
+        for encoder in self.text_parts().values():
             encoder.to(device)
 
     def null_text(self, negative_text: str | None = None) -> str:
@@ -217,6 +253,16 @@ class DiffusionModel(ABC):
     def repeat(conditioning: Conditioning, k: int) -> Conditioning:
         """Repeat every row k times in succession: equal to encoding each prompt k times."""
         return {name: tensor.repeat_interleave(k, dim=0) for name, tensor in conditioning.items()}
+
+    @staticmethod
+    def stack(rows: Sequence[Conditioning]) -> Conditioning:
+        """Join rows of texts, encoded one by one, in their order. ValueError for unlike shapes: a family whose texts
+        have lengths of their own pads them to the longest."""
+        for name in rows[0]:
+            shapes = {tuple(row[name].shape[1:]) for row in rows}
+            if len(shapes) > 1:
+                raise ValueError(f"{name} has {' and '.join(str(list(shape)) for shape in sorted(shapes))}")
+        return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
     @torch.no_grad()
     def encode_pixels(self, pixels: Tensor) -> Tensor:
@@ -230,9 +276,7 @@ class DiffusionModel(ABC):
         height, width = pixels.shape[-2:]
         self.latent_shape(height, width, pixels.shape[2] if self.video else 1)
         shifted = 2 * pixels.to(self.device) - 1
-        return torch.cat(
-            [vae.encode(self.pipeline.vae, part) for part in torch.split(shifted, self.encode_batch(pixels))]
-        )
+        return torch.cat([self.to_latents(part) for part in torch.split(shifted, self.encode_batch(pixels))])
 
     def encode_batch(self, pixels: Tensor) -> int:
         """Number of these media to encode at once. One video: latents that are kept must not depend on what was encoded
@@ -252,7 +296,15 @@ class DiffusionModel(ABC):
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Pixels in [0, 1] of normalised latents, all float32, in the layouts of encode_pixels."""
-        return (vae.decode(self.pipeline.vae, latents.to(self.device)) / 2 + 0.5).clamp(0, 1)
+        return (self.to_pixels(latents.to(self.device)) / 2 + 0.5).clamp(0, 1)
+
+    def to_latents(self, pixels: Tensor) -> Tensor:
+        """Normalised latents of pixels in [-1, 1], both float32, on the device."""
+        return vae.encode(self.pipeline.vae, pixels)
+
+    def to_pixels(self, latents: Tensor) -> Tensor:
+        """Pixels, roughly in [-1, 1], of normalised latents, both float32, on the device."""
+        return vae.decode(self.pipeline.vae, latents)
 
     @staticmethod
     def levels(pixels: Tensor) -> Tensor:
@@ -330,7 +382,8 @@ class DiffusionModel(ABC):
         if num_steps < 1:
             raise ValueError(f"num_steps must be at least 1, got {num_steps}")
         scheduler = copy.deepcopy(self.pipeline.scheduler)
-        scheduler.set_timesteps(num_steps, **self.schedule_arguments(shape))
+        arguments = self.schedule_arguments(shape, num_steps)
+        scheduler.set_timesteps(**({} if "sigmas" in arguments else {"num_inference_steps": num_steps}), **arguments)
         grid: Tensor = scheduler.sigmas.to("cpu", torch.float64)
         falls = bool((grid[1:] < grid[:-1]).all())
         if len(grid) != num_steps + 1 or not falls or grid[0] > 1 or grid[-1] != 0:
@@ -346,13 +399,15 @@ class DiffusionModel(ABC):
         num_steps, shape = sampling.steps, self.latent_shape(sampling.height, sampling.width, sampling.num_frames)
         if sampling.grid == "stock":
             return self.sigmas(num_steps, shape)
-        if self._fixed_shift is None:
+        shift = self._shift(num_steps, shape)
+        if shift is None:
             raise ModelError(f"{self.path}: the scheduler has no fixed shift: set sampling.grid: stock in the recipe")
         q = torch.arange(num_steps, -1, -1, dtype=torch.float64) / num_steps
-        return shifted(q, self._fixed_shift)
+        return shifted(q, shift)
 
-    def schedule_arguments(self, shape: Sequence[int]) -> dict[str, float]:
-        """Return what the stock pipeline passes to set_timesteps besides the number of steps."""
+    def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
+        """Return what the stock pipeline passes to set_timesteps for latents of this shape, besides the number of
+        steps; `sigmas`, a grid before the shift, in its place."""
         return {}
 
     @property
@@ -360,19 +415,25 @@ class DiffusionModel(ABC):
         """Our solver of the order of the pipeline's own scheduler: `dpm2` for multistep ones, else `ode`."""
         return "dpm2" if self.pipeline.scheduler.config.get("solver_order", 1) > 1 else "ode"
 
-    @property
-    def flow_shift(self) -> float:
-        """The shift s in sigma = s * q / (1 + (s - 1) * q). ModelError where it depends on the image size."""
-        if self._fixed_shift is None:
+    def flow_shift(self, sampling: SamplingRecipe) -> float:
+        """The shift s in sigma = s * q / (1 + (s - 1) * q). Where it depends on size or number of steps: that of the
+        recipe's size and eval_steps. ModelError for a grid that is no shifted one."""
+        shape = self.latent_shape(sampling.height, sampling.width, sampling.num_frames)
+        shift = self._shift(sampling.eval_steps, shape)
+        if shift is None:
             raise ModelError(f"{self.path}: the scheduler has no fixed shift; set algorithm.flow_shift in the recipe")
-        return self._fixed_shift
+        return shift
 
-    @property
-    def _fixed_shift(self) -> float | None:
+    def _shift(self, num_steps: int, shape: Sequence[int]) -> float | None:
         config = self.pipeline.scheduler.config
+        if config.get("use_karras_sigmas"):
+            return None
+        if config.get("use_dynamic_shifting"):
+            mu = self.schedule_arguments(shape, num_steps).get("mu")
+            # Of diffusers' two rules, mu / (mu + 1 / t - 1) and the same with e^mu, both are this shift.
+            return None if mu is None else math.exp(mu) if config.time_shift_type == "exponential" else float(mu)
         shift = config.get("shift", config.get("flow_shift"))
-        varies = config.get("use_dynamic_shifting") or config.get("use_karras_sigmas")
-        return None if shift is None or varies else float(shift)
+        return None if shift is None else float(shift)
 
     def text_call(self) -> dict[str, Any]:
         """The arguments of the stock call that decide how prompts are encoded. An export notes them in call.json."""

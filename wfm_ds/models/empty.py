@@ -42,6 +42,7 @@ def load_empty(
         parts |= {name: empty_part(folder / name, index[name]) for name in parts if isinstance(index.get(name), list)}
         if family.has_guardrail:
             parts["safety_checker"] = nn.Identity()
+        parts |= family.placeholders()
         pipeline = pipeline_class(**parts)
     except LOADING_ERRORS as error:
         reason = " ".join(str(error).split())[:300]

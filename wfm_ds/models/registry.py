@@ -25,6 +25,7 @@ from wfm_ds.models import hub, tiny
 from wfm_ds.models.base import DiffusionModel, seeded
 from wfm_ds.models.guardrail import Guardrail
 from wfm_ds.models.loading import load_pipeline, read_json, stored_sequence_length
+from wfm_ds.recipe.stated import FPS
 from wfm_ds.seeds import derive_seed
 from wfm_ds.user_class import import_class
 
@@ -176,6 +177,7 @@ def load(
     prompt_template: str | None = None,
     guardrail: Guardrail = "stock",
     mapped: bool = False,
+    fps: float = FPS,
 ) -> DiffusionModel:
     """Load a pipeline, from safetensors only, with its denoiser in `dtype`, on `device`; offline, unless it is one of
     the hub that is not on this machine yet.
@@ -188,6 +190,7 @@ def load(
     guardrail: "stock" keeps the safety checker of a pipeline that has one, "off" does without.
     mapped: leave the denoiser on the CPU and, if all its weights are stored in one dtype, in that one: pages of the
     files, shared by all processes of the machine, until an engine places them (placement.py).
+    fps: frames a second of the videos that are made and trained on, for families whose network is told.
     ModelError as for `resolve`, if a part is missing, damaged or does not fit its config, and for a guardrail to
     switch off or a prompt template to choose that the family does not have.
     """
@@ -223,6 +226,7 @@ def load(
         max_sequence_length=length,
         prompt_template=prompt_template,
         leave_denoiser=mapped,
+        fps=fps,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from wfm_ds.engine.forward import Forward
 from wfm_ds.errors import RecipeError
 from wfm_ds.models import vae
 from wfm_ds.models.base import DiffusionModel, NegativeText
+from wfm_ds.models.captions import Text, captioned
 from wfm_ds.models.conditional_frames import with_conditional_frames
 from wfm_ds.models.decoding import Decoding, beside
 from wfm_ds.models.text_cache import TextCache
@@ -37,17 +38,15 @@ class Conditions:
     conditioning: Conditioning
     contrast: Conditioning | None  # None: no expert is guided
 
-    def both(self) -> Conditioning:
+    def both(self, model: DiffusionModel) -> Conditioning:
         """The rows of both, one after the other. Raises RecipeError where they cannot share a batch."""
-        told, contrast = self.conditioning, self.contrast
-        assert contrast is not None
-        for name, tensor in told.items():
-            if tensor.shape != contrast[name].shape:
-                raise RecipeError(
-                    f"sampling.guidance_batch: joint needs both texts in one shape, and {name} has "
-                    f"{list(tensor.shape)} and {list(contrast[name].shape)}: set it to separate"
-                )
-        return {name: torch.cat([tensor, contrast[name]]) for name, tensor in told.items()}
+        assert self.contrast is not None
+        try:
+            return model.stack([self.conditioning, self.contrast])
+        except ValueError as error:
+            raise RecipeError(
+                f"sampling.guidance_batch: joint needs both texts in one shape, and {error}: set it to separate"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +128,7 @@ class Sampler:
         self, purpose: str, latents: Tensor, sigma: Tensor, conditions: Conditions, expert: int
     ) -> Tensor:
         """Return what `velocity` does of a guided expert, but for rounding, by one forward of 2 B rows."""
-        both = torch.cat([latents] * 2), torch.cat([sigma] * 2), conditions.both()
+        both = torch.cat([latents] * 2), torch.cat([sigma] * 2), conditions.both(self.model)
         conditional, unconditional = self.forward(purpose, *both, expert).chunk(2)
         return self.model.combine_guidance(conditional, unconditional, self.settings.guidance_of(expert))
 
@@ -143,12 +142,21 @@ class Sampler:
         negative text, else the recipe's, else the family's. Both hold the prompts' inputs and the conditional frames.
 
         shape: of one sample's latents, unless latent_shape."""
-        texts = [self.texts.encode([prompt.text for prompt in prompts])]
+        texts: list[Sequence[Text]] = [[prompt.text for prompt in prompts]]
         if self.settings.is_guided():
-            texts.append(self.texts.encode(negatives(self.model, self.settings, prompts)))
-        besides = self.besides_text([prompt.inputs for prompt in prompts], conditional_frames, shape)
-        told = [{**text, **besides} for text in texts]
+            texts.append(negatives(self.model, self.settings, prompts))
+        inputs = [prompt.inputs for prompt in prompts]
+        embedded = [self.texts.encode(self.captioned(part, inputs, shape)) for part in texts]
+        besides = self.besides_text(inputs, conditional_frames, shape)
+        told = [{**text, **besides} for text in embedded]
         return Conditions(told[0], told[1] if len(told) == 2 else None)
+
+    def captioned(
+        self, texts: Sequence[Text], inputs: Sequence[Collection[str]], shape: Sequence[int] | None = None
+    ) -> list[Text]:
+        """These texts as the family encodes them, for latents of this shape, unless latent_shape. inputs: names of what
+        each sample is told besides."""
+        return captioned(self.model, texts, self.pixel_size(shape), self.settings.num_frames, inputs)
 
     def besides_text(
         self,

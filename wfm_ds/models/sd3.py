@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.models.attention import JointTransformerBlock
@@ -117,7 +117,7 @@ class StableDiffusion3(DiffusionModel):
         _, h, w = shape
         return int((h // self.config.patch_size) * (w // self.config.patch_size))
 
-    def schedule_arguments(self, shape: Sequence[int]) -> dict[str, float]:
+    def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
         """`mu` of the pipeline's own rule, if its scheduler shifts by resolution."""
         config = self.pipeline.scheduler.config
         if not config.get("use_dynamic_shifting"):

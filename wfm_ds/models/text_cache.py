@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-import torch
 from torch import Tensor
 
 from wfm_ds.errors import DataError, ModelError
 from wfm_ds.models.base import DiffusionModel, NegativeText
+from wfm_ds.models.captions import Text as Text
 from wfm_ds.models.text_store import opened
 from wfm_ds.pinned import on_device
 from wfm_ds.storage.tensor_store import TensorStore
@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 
 MAX_CACHE_BYTES = 2 << 30
 MAX_DEVICE_BYTES = 512 << 20  # the texts of an RL step: 190 of SD3, 120 of Wan
-Text: TypeAlias = str | NegativeText
 Row: TypeAlias = dict[str, Tensor]
 """Tensors [1, ...] of one text."""
 
@@ -87,13 +86,12 @@ class TextCache:
     def encode(self, texts: Sequence[Text]) -> dict[str, Tensor]:
         """Conditioning of these texts in order, batch first, on the model's device."""
         rows = self._rows(dict.fromkeys(texts))
-        names = next(iter(rows.values()))
-        return {name: torch.cat([rows[text][name] for text in texts]) for name in names}
+        return self._model.stack([rows[text] for text in texts])
 
     def prepare(self, texts: Iterable[Text]) -> None:
         """Run the text encoders on those of these texts that nobody has encoded, up to half of the memory for texts:
         the encoders wait for the device, and `encode` then need not, where waiting costs more."""
-        if not self._model.parts_named("text_encoder"):
+        if not self._model.text_parts():
             return
         room = self._max_bytes / 2  # the other half is for texts that are there already
         for text in dict.fromkeys(texts):
@@ -154,7 +152,7 @@ class TextCache:
         return key
 
     def _compute(self, text: Text) -> Row:
-        if not self._model.parts_named("text_encoder"):
+        if not self._model.text_parts():
             raise ModelError(f"the cache on disk no longer has an embedding of {text!r}: start the run again")
         self._model.move_text_encoders(self._model.device)  # a rollout worker keeps them on the host till then
         if isinstance(text, NegativeText):

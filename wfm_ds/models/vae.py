@@ -18,18 +18,28 @@ POSTERIOR_ATTRIBUTES = ("latent_dist", "latents", "latent")  # KL and Wan, Autoe
 
 
 def encode(vae: Any, pixels: Tensor) -> Tensor:
-    """Latents (z - shift) * scale of pixels in [-1, 1]. z is the posterior's mode: deterministic, can be cached."""
-    output = vae.encode(pixels.to(dtype_of(vae)))
-    posterior = next(getattr(output, name) for name in POSTERIOR_ATTRIBUTES if hasattr(output, name))
-    z: Tensor = posterior if isinstance(posterior, Tensor) else posterior.mode()
+    """Latents (z - shift) * scale of pixels in [-1, 1]."""
     shift, scale = affine(vae)
-    return (z.float() - shift) * scale
+    return (mode(vae, pixels) - shift) * scale
 
 
 def decode(vae: Any, latents: Tensor) -> Tensor:
     """Pixels, roughly in [-1, 1], of normalised latents."""
     shift, scale = affine(vae)
-    pixels: Tensor = vae.decode((latents / scale + shift).to(dtype_of(vae)), return_dict=False)[0]
+    return decode_raw(vae, latents / scale + shift)
+
+
+def mode(vae: Any, pixels: Tensor) -> Tensor:
+    """The mode z of the posterior, as the VAE has it: deterministic, so that latents can be cached."""
+    output = vae.encode(pixels.to(dtype_of(vae)))
+    posterior = next(getattr(output, name) for name in POSTERIOR_ATTRIBUTES if hasattr(output, name))
+    z: Tensor = posterior if isinstance(posterior, Tensor) else posterior.mode()
+    return z.float()
+
+
+def decode_raw(vae: Any, z: Tensor) -> Tensor:
+    """Pixels, roughly in [-1, 1], of latents as the VAE has them."""
+    pixels: Tensor = vae.decode(z.to(dtype_of(vae)), return_dict=False)[0]
     return pixels.float()
 
 

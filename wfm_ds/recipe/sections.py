@@ -111,7 +111,8 @@ class LoraRecipe(Section):
     alpha: PositiveFloat = 64.0
     """The adapter's output is scaled by alpha / rank, with `rslora` by alpha / sqrt(rank)."""
     target_modules: list[str] | None = None
-    """Suffixes of linear layers that get an adapter. Unset: the family's attention projections."""
+    """Suffixes of linear layers that get an adapter, with {} for the number of a block. Unset: the family's attention
+    projections."""
     init: Literal["gaussian", "default"] = "gaussian"
     """Initialisation of A (B starts at zero): `gaussian`, or PEFT's `default` (Kaiming uniform)."""
     init_from: UserPath | None = None

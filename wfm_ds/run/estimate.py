@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from wfm_ds.algorithms import RlAlgorithm, build_rl, engine_policies
 from wfm_ds.engine.flops import adapted_layers
 from wfm_ds.engine.forward import CountedForward
 from wfm_ds.engine.frozen import FrozenLinear
+from wfm_ds.engine.targets import adapted_names
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.sampler import Sampler
 from wfm_ds.models.text_cache import TextCache
@@ -41,12 +43,7 @@ from wfm_ds.sampling.denoise import Trajectory
 
 def lora_parameters(denoiser: nn.Module, targets: Sequence[str], rank: int) -> int:
     """Parameters of A and B on every linear layer whose name ends with a target."""
-    suffixes = tuple(f".{target}" for target in targets)  # whole names, as PEFT matches them
-    layers = [
-        m
-        for name, m in denoiser.named_modules()
-        if isinstance(m, nn.Linear) and (name in targets or name.endswith(suffixes))
-    ]
+    layers: list[Any] = [denoiser.get_submodule(name) for name in adapted_names(denoiser, targets)]
     return sum(rank * (layer.in_features + layer.out_features) for layer in layers)
 
 
@@ -129,7 +126,7 @@ class _Sums(EngineSums):
 
     def frozen(self) -> dict[str, int]:
         """The VAE, and parts that are neither it nor a text encoder nor the denoiser."""
-        encoders = {id(part) for part in self.model.parts_named("text_encoder").values()}
+        encoders = {id(part) for part in self.model.text_parts().values()}
         others = [part for part in self.shadow.frozen_parts() if id(part) not in encoders]
         vae = parameter_bytes(self.shadow.pipeline.vae)
         rest = sum(map(parameter_bytes, others)) - vae
@@ -137,7 +134,7 @@ class _Sums(EngineSums):
 
     def encoder_bytes(self) -> int:
         """The text encoders, in the dtype that they are loaded in."""
-        parts = self.model.parts_named("text_encoder").values()
+        parts = self.model.text_parts().values()
         numel = sum(int(parameter.numel()) for part in parts for parameter in part.parameters())
         return numel * int(self.text_dtype.itemsize)
 

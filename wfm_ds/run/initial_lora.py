@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,6 +11,7 @@ from wfm_ds.checkpoint.lora_base import weights_of
 from wfm_ds.checkpoint.lora_file import LoraSource, named_tensors
 from wfm_ds.checkpoint.lora_layers import LoraLayers
 from wfm_ds.checkpoint.target import ExportTarget
+from wfm_ds.engine.targets import adapted_names
 from wfm_ds.errors import ModelError, RecipeError
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.lora_names import NameTable
@@ -56,16 +55,6 @@ def initial_lora(recipe: Recipe, model: DiffusionModel) -> dict[str, Tensor] | N
         )
         start |= {target.prefix(part) + name: tensor for name, tensor in named_tensors(layers, saved)}
     return start
-
-
-def adapted_names(network: nn.Module, targets: Any) -> Iterator[str]:
-    """The linear layers whose names end with a target, as PEFT matches them."""
-    suffixes = tuple(f".{target}" for target in targets)
-    return (
-        name
-        for name, part in network.named_modules()
-        if isinstance(part, nn.Linear) and (name in targets or name.endswith(suffixes))
-    )
 
 
 def _require_kind(layers: LoraLayers, saved: dict[str, Tensor], lora: LoraRecipe) -> None:

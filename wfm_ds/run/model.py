@@ -45,6 +45,7 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
         prompt_template=settings.prompt_template,
         guardrail=settings.guardrail,
         mapped=settings.denoiser_init != "random",
+        fps=size.fps,
     )
     try:
         model.latent_shape(size.height, size.width, size.num_frames)
@@ -58,7 +59,8 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
         model.rollout_sigmas(cheap)
     check_conditional_frames(recipe, model, shape)
     check_inputs(recipe, model)
-    recipe.algorithm.check_model(model)
+    recipe.algorithm.check_model(model, size)
+    model.check_sampling(size)
     sizes = buckets_of(recipe, model).sizes  # raises for sizes that the family does not have
     if len(model.sigma_ranges) > 1:
         require_idle_experts(recipe)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from wfm_ds.chunks import chunks
+from wfm_ds.data.buckets import Size
 from wfm_ds.data.cosmos import SAFE_SUFFIX
 from wfm_ds.data.datasets import TrainingData, buckets_of
 from wfm_ds.data.embeddings import read_pickle
@@ -29,9 +31,10 @@ from wfm_ds.data.samples import Media, Sample, file_identity
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError
 from wfm_ds.models.base import DiffusionModel, NegativeText
+from wfm_ds.models.captions import Text, captioned
 from wfm_ds.models.latent_cache import LatentCache
 from wfm_ds.models.sampler import negatives
-from wfm_ds.models.text_cache import Text, TextCache
+from wfm_ds.models.text_cache import TextCache
 from wfm_ds.models.text_store import text_store
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.storage.tensor_store import TensorStore
@@ -80,13 +83,32 @@ def needed_texts(recipe: Recipe, model: DiffusionModel, data: TrainingData) -> l
     """Every text that the run will encode, once."""
     shown = data.shown[: recipe.validation.num_prompts]
     drawn = drawn_prompts(recipe, data)
-    prompts = [*drawn, *(sample.prompt for sample in samples_of(data)), *shown]
-    texts: list[Text] = [prompt.text for prompt in prompts]
-    if data.samples and recipe.data.caption_dropout > 0:
-        texts.append(NegativeText(""))
-    if recipe.sampling.is_guided():
-        texts += negatives(model, recipe.sampling, [*drawn, *shown])
-    return list(dict.fromkeys(texts))
+    by_size = defaultdict[Size, list[Text]](list)
+    by_size[recipe.sampling.height, recipe.sampling.width] += [prompt.text for prompt in [*drawn, *shown]]
+    dropped = [NegativeText("")] if data.samples and recipe.data.caption_dropout > 0 else []
+    guided = recipe.sampling.is_guided()
+    if guided:
+        texts = negatives(model, recipe.sampling, [*drawn, *shown])
+        by_size[recipe.sampling.height, recipe.sampling.width] += texts
+    for size, samples in samples_by_size(recipe, model, data).items():
+        prompts = [sample.prompt for sample in samples]
+        by_size[size] += [*(prompt.text for prompt in prompts), *dropped]
+        if guided and recipe.is_rl:
+            by_size[size] += negatives(model, recipe.sampling, prompts)
+    frames, told = recipe.sampling.num_frames, recipe.data.inputs
+    found = [captioned(model, texts, size, frames, [told] * len(texts)) for size, texts in by_size.items()]
+    return list(dict.fromkeys(itertools.chain(*found)))
+
+
+def samples_by_size(recipe: Recipe, model: DiffusionModel, data: TrainingData) -> Mapping[Size, Sequence[Sample]]:
+    """The samples of a run by the size that they are framed to; all under one where captions do not state it."""
+    buckets, samples = buckets_of(recipe, model), samples_of(data)
+    if len({model.caption("", *size, recipe.sampling.num_frames) for size in buckets.sizes}) == 1:
+        return {buckets.sizes[0]: samples}
+    found = defaultdict[Size, list[Sample]](list)
+    for sample in samples:
+        found[buckets.sizes[buckets.index_of(sample.media)]].append(sample)
+    return found
 
 
 def drawn_prompts(recipe: Recipe, data: TrainingData) -> list[Prompt]:

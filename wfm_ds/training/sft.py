@@ -31,8 +31,8 @@ from wfm_ds.data.reading import Reader, TrainingSample
 from wfm_ds.data.replica import read_once
 from wfm_ds.data.samples import Sample
 from wfm_ds.models.base import NegativeText
+from wfm_ds.models.captions import Text, captioned
 from wfm_ds.models.conditional_frames import MASK
-from wfm_ds.models.text_cache import Text
 from wfm_ds.pinned import columns, on_device, room
 from wfm_ds.run.job import Job
 from wfm_ds.sampling.noise import noised, noisy_latents, seeded_normal
@@ -78,7 +78,7 @@ class SftLoop(Loop):
         super().__init__(job, validator, exporter, checkpoints)
         self.algorithm, self.source = algorithm, source
         self.settings = job.recipe.supervised
-        self.shift = self.settings.flow_shift or job.model.flow_shift
+        self.shift = self.settings.flow_shift or job.model.flow_shift(job.recipe.sampling)
         self.bands = density_bands(self.settings, self.shift, job.model.sigma_ranges)
 
     def wait(self, step: int) -> bool:
@@ -90,7 +90,7 @@ class SftLoop(Loop):
         with job.timer("data_wait"):
             samples = read_once(world, lambda: self.source.batch(step, world.dp_rank, world.dp_size))
         micros = self.micro_batches(samples)
-        job.texts.prepare([self.caption(sample) for sample in samples])  # here no device waits for the host
+        job.texts.prepare(self.captions(samples))  # here no device waits for the host
         references = self.reference_errors(micros)
         with job.timer("train"):
             metrics = self.optimize(samples, micros, references)
@@ -171,12 +171,23 @@ class SftLoop(Loop):
             noise=noise,
             latents=noisy,
             sigma=sigma,
-            texts=[self.caption(sample) for sample in part] * times,
+            texts=self.captions(part, clean.shape[1:]) * times,
             inputs=[sample.prompt.inputs for sample in part] * times,
             num_frames=conditional_counts(self.settings, draws * times),
         )
 
-    def caption(self, sample: TrainingSample) -> str | NegativeText:
+    def captions(self, samples: Sequence[TrainingSample], shape: Sequence[int] | None = None) -> list[Text]:
+        """Their texts as the family encodes them. shape: of a sample's latents, unless the size that they are framed
+        to, of ranks that do not read sampling's."""
+        sampler, found = self.job.sampler, list[Text]()
+        for sample in samples:
+            framing = sample.framing
+            size = (framing.height, framing.width) if framing and shape is None else sampler.pixel_size(shape)
+            told = [sample.prompt.inputs]
+            found += captioned(self.job.model, [self.caption(sample)], size, sampler.settings.num_frames, told)
+        return found
+
+    def caption(self, sample: TrainingSample) -> Text:
         dropped = uniform(self.job.recipe.run.seed, "caption_dropout", sample.epoch, sample.sample_id)
         return NegativeText("") if dropped < self.job.recipe.data.caption_dropout else sample.prompt.text
 
@@ -234,7 +245,7 @@ class ValidationLoss:
         """`framings`: of each sample."""
         self.job, self.algorithm, self.samples, self.framings = job, algorithm, samples, framings
         self.settings = job.recipe.supervised
-        self.shift = self.settings.flow_shift or job.model.flow_shift
+        self.shift = self.settings.flow_shift or job.model.flow_shift(job.recipe.sampling)
         self.sigmas = validation_sigmas(self.shift).tolist()
 
     @torch.no_grad()
@@ -281,6 +292,7 @@ class ValidationLoss:
 
     def noised_batch(self, terms: Sequence[tuple[int, int]], clean_by_index: Mapping[int, Tensor]) -> NoisedBatch:
         times, keys = self.settings.num_media, [(self.samples[i].id, j) for i, j in terms]
+        samples = [self.samples[i] for i, _ in terms]
         clean = torch.stack([clean_by_index[i] for i, _ in terms], dim=1).flatten(0, 1)
         seeds = [derive_seed(0, "validation_noise", *key) for key in keys]
         noise = seeded_normal(seeds, clean.shape[1:], clean.device)
@@ -293,8 +305,13 @@ class ValidationLoss:
             noise=noise,
             latents=noisy_latents(clean, noise, sigma),
             sigma=sigma,
-            texts=[self.samples[i].prompt.text for i, _ in terms] * times,
-            inputs=[self.samples[i].prompt.inputs for i, _ in terms] * times,
+            texts=self.job.sampler.captioned(
+                [sample.prompt.text for sample in samples],
+                [sample.prompt.inputs for sample in samples],
+                clean.shape[1:],
+            )
+            * times,
+            inputs=[sample.prompt.inputs for sample in samples] * times,
             num_frames=conditional_counts(self.settings, draws * times),
         )
 

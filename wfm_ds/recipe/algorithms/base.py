@@ -67,9 +67,8 @@ class ModelFacts(Protocol):
     def sigma_ranges(self) -> Sequence[tuple[float, float]]:
         """The noise levels of each expert."""
 
-    @property
-    def flow_shift(self) -> float:
-        """The shift of its schedule. Raises ModelError where that is not one number."""
+    def flow_shift(self, sampling: SamplingRecipe, /) -> float:
+        """The shift of its schedule at this size and number of steps. Raises ModelError where it has none."""
 
 
 class AlgorithmSettings(Section):
@@ -101,7 +100,7 @@ class AlgorithmSettings(Section):
     def check(self, recipe: OtherSections) -> None:
         """Raise ValueError for what does not fit the other sections, naming keys as `section.key`."""
 
-    def check_model(self, model: ModelFacts) -> None:
+    def check_model(self, model: ModelFacts, sampling: SamplingRecipe) -> None:
         """Raise UserError for a model that this algorithm, with these settings, cannot train."""
 
     def doubts(self) -> list[str]:

@@ -111,7 +111,7 @@ class DdrlAlgorithm(GivenFramesSettings):
                 f"{recipe.sampling.guidance_scale:g} asks for another: set it to 1, or data_beta to 0"
             )
 
-    def check_model(self, model: ModelFacts) -> None:
+    def check_model(self, model: ModelFacts, sampling: SamplingRecipe) -> None:
         """Refuse data that would be noised for another expert than the rollout step that it is trained with."""
         if self.data_beta > 0 and not self.use_rl_sigma_and_noise and len(model.sigma_ranges) > 1:
             raise RecipeError(

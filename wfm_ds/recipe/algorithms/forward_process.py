@@ -43,9 +43,9 @@ class ForwardProcessSettings(GivenFramesSettings):
                 "sampling.steps: lower it, or set algorithm.levels: stratified"
             )
 
-    def check_model(self, model: ModelFacts) -> None:
+    def check_model(self, model: ModelFacts, sampling: SamplingRecipe) -> None:
         if self.levels == "stratified" and self.flow_shift is None:
-            _ = model.flow_shift  # raises where the scheduler has none
+            model.flow_shift(sampling)  # raises where the scheduler has none
 
     @model_validator(mode="after")
     def _levels_fit(self) -> ForwardProcessSettings:

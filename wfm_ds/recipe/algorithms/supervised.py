@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
 from wfm_ds.recipe.algorithms.base import AlgorithmSettings, ModelFacts
+from wfm_ds.recipe.sampling import SamplingRecipe
 
 
 class SupervisedSettings(AlgorithmSettings):
@@ -41,9 +42,9 @@ class SupervisedSettings(AlgorithmSettings):
     def num_conditional_frames(self) -> tuple[int, int]:
         return self.min_num_conditional_frames, self.max_num_conditional_frames
 
-    def check_model(self, model: ModelFacts) -> None:
+    def check_model(self, model: ModelFacts, sampling: SamplingRecipe) -> None:
         if self.flow_shift is None:
-            _ = model.flow_shift  # raises where the scheduler has none
+            model.flow_shift(sampling)  # raises where the scheduler has none
 
     @model_validator(mode="after")
     def _ordered_frames(self) -> SupervisedSettings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
@@ -29,12 +30,12 @@ CHAT_TEMPLATE = (
 )
 
 
-def qwen_tokenizer(*, add_prefix_space: bool = True) -> Qwen2Tokenizer:
+def qwen_tokenizer(*, add_prefix_space: bool = True, more_words: Sequence[str] = ()) -> Qwen2Tokenizer:
     """435 ids: bytes, words with the space before them, special tokens. Digits stand alone, as in the real one.
 
-    add_prefix_space: so that the first word is one token too.
+    add_prefix_space: so that the first word is one token too. more_words: one token each, besides.
     """
-    words = [*(word for word in WORDS if word not in string.digits), *SYSTEM_WORDS]
+    words = [*(word for word in WORDS if word not in string.digits), *SYSTEM_WORDS, *more_words]
     merges = list(dict.fromkeys(pair for word in words for pair in chain_from_start(WORD_START, word)))
     tokens = [*byte_symbols(), *joined(merges), *SPECIAL]
     vocabulary = {token: index for index, token in enumerate(tokens)}

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from diffusers import AutoencoderKLWan
 
 from wfm_ds.models.base import seeded
 
-
-def wan_vae(seed: int, **config: Any) -> AutoencoderKLWan:
-    """Latents of 4 channels; `config` adds to or replaces what the class takes."""
-    stock: dict[str, Any] = {
+STOCK: Mapping[str, Any] = MappingProxyType(
+    {
         "base_dim": 8,
         "z_dim": 4,
         "dim_mult": [1, 1, 1, 1],
@@ -20,5 +20,10 @@ def wan_vae(seed: int, **config: Any) -> AutoencoderKLWan:
         "latents_mean": [0.0, 0.1, 0.2, 0.3],
         "latents_std": [1.0, 1.1, 1.2, 1.3],
     }
+)
+
+
+def wan_vae(seed: int, **config: Any) -> AutoencoderKLWan:
+    """Latents of 4 channels; `config` adds to or replaces what the class takes."""
     with seeded(seed):
-        return AutoencoderKLWan(**stock | config)
+        return AutoencoderKLWan(**{**STOCK, **config})

@@ -1,0 +1,31 @@
+from itertools import chain
+
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from wfm_ds.engine.targets import adapted_names, for_peft
+
+
+def network():
+    """Two kinds of blocks: `to_out` is a list of layers in one, a layer in the other, and no suffix tells which."""
+    double = {"to_q": nn.Linear(2, 2), "to_out": nn.ModuleList([nn.Linear(2, 2), nn.Dropout()])}
+    single = {"to_qkv": nn.Linear(2, 2), "to_out": nn.Linear(2, 2)}
+    kinds = {"blocks": double, "single_blocks": single}
+    return nn.ModuleDict({name: nn.ModuleList([nn.ModuleDict(kind)]) for name, kind in kinds.items()})
+
+
+def test_a_number_of_a_block_in_a_target_names_layers_that_no_suffix_can():
+    targets = ("to_q", "to_out.0", "single_blocks.{}.to_out")
+    names = ["blocks.0.to_q", "blocks.0.to_out.0", "single_blocks.0.to_out"]
+    assert adapted_names(network(), targets) == names
+    assert for_peft(network(), targets) == ["to_q", "to_out.0", "single_blocks.0.to_out"]
+    assert list(chain(*(adapted_names(network(), [target]) for target in targets))) == names
+
+
+def test_they_are_the_layers_that_peft_adapts():
+    targets = ("to_q", "to_qkv", "to_out.0", "single_blocks.{}.to_out")
+    adapted = inject_adapter_in_model(LoraConfig(target_modules=for_peft(network(), targets)), network())
+    found = [name for name, part in adapted.named_modules() if isinstance(part, LoraLayer)]
+    assert found == adapted_names(network(), targets)
+    assert adapted_names(network(), ["q", "ks.0.to_q", "single_blocks.{}"]) == []

@@ -1,0 +1,180 @@
+"""What is particular to Cosmos3; what holds for every family is in test_families.py."""
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.pipelines.cosmos.pipeline_cosmos3_omni import CosmosActionCondition
+
+from families import EXACT, GridEuler, denoise_latents
+from wfm_ds.errors import ModelError
+from wfm_ds.models import registry
+from wfm_ds.models.conditional_frames import with_conditional_frames
+from wfm_ds.models.guardrail import NoGuardrail
+from wfm_ds.sampling.noise import seeded_normal
+
+PROMPTS = ["a red circle on white.", "the digit 7 moving left and right in the video"]
+VIDEO, IMAGE, OVERHANGING = (32, 48, 9), (32, 32, 1), (40, 24, 5)
+FPS = 24.0
+
+
+def fresh(tiny_pipelines, dtype=torch.float32, **options):
+    options = {"guardrail": "off", "fps": FPS, **options}
+    return registry.load(tiny_pipelines("cosmos3"), dtype=dtype, device="cpu", **options)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_pipelines):
+    """For the tests that change nothing."""
+    return fresh(tiny_pipelines)
+
+
+@pytest.fixture(scope="module")
+def stock(tiny_pipelines):
+    """Draws latents with the stock pipeline: a prompt, a grid, further arguments of its call."""
+    pipeline = DiffusionPipeline.from_pretrained(
+        tiny_pipelines("cosmos3"), safety_checker=NoGuardrail(), use_safetensors=True, local_files_only=True
+    )
+    pipeline.set_progress_bar_config(disable=True)
+
+    def draw(prompt, grid, **call):
+        pipeline.scheduler = GridEuler(shift=1.0).on(grid)
+        call = {"fps": FPS, "output_type": "latent", **call}
+        return pipeline(prompt=prompt, num_inference_steps=len(grid) - 1, **call).video
+
+    draw.pipeline = pipeline
+    return draw
+
+
+def told(model, size, prompts=PROMPTS):
+    return model.encode_text([model.caption(prompt, *size) for prompt in prompts])
+
+
+def one_call(model, size=VIDEO):
+    shape = model.latent_shape(*size)
+    return seeded_normal([1, 2], shape), torch.tensor([0.9, 0.3]), told(model, size)
+
+
+def actions_of(model, count=2, seed=6):
+    generator = torch.Generator().manual_seed(seed)
+    rows = [{"actions": torch.randn(8, 9, generator=generator).numpy(), "domain": np.array(i)} for i in range(count)]
+    return model.encode_inputs(rows, 9, (32, 48))
+
+
+# Against the stock pipeline
+
+
+@pytest.mark.parametrize("size", [VIDEO, IMAGE, OVERHANGING])
+@pytest.mark.parametrize(("w", "negative"), [(1.0, None), (4.0, None), (4.0, "a blue square")])
+def test_a_batch_of_unequal_prompts_is_what_the_stock_pipeline_draws_of_each(model, stock, size, w, negative):
+    noise, grid = seeded_normal([1, 2], model.latent_shape(*size)), model.sigmas(4, model.latent_shape(*size))
+    call = model.pipeline_call(w, *size) | {"negative_prompt": negative}
+    want = torch.cat([stock(p, grid, latents=noise[i : i + 1], **call) for i, p in enumerate(PROMPTS)])
+    uncond = model.encode_negative([model.caption(model.null_text(negative), *size, negative=True)] * 2)
+    conditions = {"guidance_scale": w, "uncond": uncond} if w > 1 else {}
+    got = denoise_latents(model, noise, told(model, size), grid, solver="ode", **conditions)
+    torch.testing.assert_close(got, want, **EXACT)
+
+
+def test_image_to_video_equals_the_stock_pipelines(model, stock):
+    shape, pixels = model.latent_shape(*VIDEO), torch.randint(256, (1, 3, 9, 32, 48)) / 255  # it rounds to 8 bits
+    grid, call = model.sigmas(4, shape), model.pipeline_call(1.0, *VIDEO)
+    want = stock(PROMPTS[0], grid, image=pixels[:, :, 0], generator=torch.Generator().manual_seed(1), **call)
+    conditioning = with_conditional_frames(
+        told(model, VIDEO, PROMPTS[:1]), model.encode_pixels(pixels), torch.tensor([1])
+    )
+    noise = torch.randn(1, *shape, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(denoise_latents(model, noise, conditioning, grid, solver="ode"), want, **EXACT)
+
+
+def test_forward_dynamics_equals_the_stock_pipelines(model, stock):
+    size, image = (256, 256, 5), torch.rand(3, 256, 256)  # the smallest that its table has
+    actions = torch.randn(4, 9)
+    told_of = CosmosActionCondition(
+        mode="forward_dynamics",
+        chunk_size=4,
+        domain_name="camera_pose",
+        resolution_tier=256,
+        raw_actions=actions,
+        image=image,
+    )
+    shape = model.latent_shape(*size)
+    grid = model.sigmas(3, shape)
+    want = stock(PROMPTS[0], grid, action=told_of, guidance_scale=1.0, generator=torch.Generator().manual_seed(1))
+    text = model.caption(PROMPTS[0], *size, inputs=["actions"])
+    pixels = image[None, :, None].expand(-1, -1, 5, -1, -1).contiguous()
+    conditioning = with_conditional_frames(model.encode_text([text]), model.encode_pixels(pixels), torch.tensor([1]))
+    conditioning |= model.encode_inputs([{"actions": actions.numpy(), "domain": np.array(2)}], 5, (256, 256))
+    noise = torch.randn(1, *shape, generator=torch.Generator().manual_seed(1))
+    got = denoise_latents(model, noise, conditioning, grid, solver="ode")
+    torch.testing.assert_close(got, want, **EXACT)
+
+
+def test_captions_are_the_ids_that_the_stock_pipeline_makes(model, stock):
+    for size in (VIDEO, IMAGE):
+        for text in (*PROMPTS, ""):
+            height, width, frames = size
+            want = stock.pipeline.tokenize_prompt(text, text, num_frames=frames, height=height, width=width, fps=FPS)
+            captions = [model.caption(text, *size, negative=negative) for negative in (False, True)]
+            assert [model.token_ids(caption) for caption in captions] == list(want)
+
+
+# Actions
+
+
+@torch.no_grad()
+def test_swapping_the_actions_of_two_rows_swaps_what_they_change(model):
+    noise, sigma, text = one_call(model)
+    latents, sigma = noise[:1].repeat(2, 1, 1, 1, 1), sigma[:1].repeat(2)
+    same = {name: tensor[:1].repeat(2, *[1] * (tensor.ndim - 1)) for name, tensor in text.items()}
+    actions = actions_of(model)
+    velocity = model.denoise(latents, sigma, same | actions)
+    swapped = model.denoise(latents, sigma, same | {name: tensor.flip(0) for name, tensor in actions.items()})
+    torch.testing.assert_close(swapped, velocity.flip(0), **EXACT)
+    assert (velocity[0] - velocity[1]).abs().max() > 1e-3
+    domains = model.denoise(latents, sigma, same | actions | {"actions": actions["actions"][:1].repeat(2, 1, 1)})
+    assert (domains[0] - domains[1]).abs().max() > 1e-4  # each domain has weights of its own
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"actions": np.zeros((7, 9))}], r"actions must be \[8, 1 to 16\], got \[7, 9\]"),
+        ([{"actions": np.zeros((8, 17))}], r"got \[8, 17\]"),
+        ([{"actions": np.zeros(8)}], r"got \[8\]"),
+        ([{"actions": np.zeros((8, 9)), "domain": np.array(5)}], "domain must be from 0 to 4"),
+        ([{"actions": np.zeros((8, 9))}, {}], "either all have actions or none"),
+    ],
+)
+def test_actions_that_the_network_cannot_take_are_refused(model, rows, message):
+    with pytest.raises(ValueError, match=message):
+        model.encode_inputs(rows, 9, (32, 48))
+
+
+# The two towers
+
+
+def test_the_towers_share_the_network_and_no_parameter_is_left_but_the_heads_of_text(model, stock):
+    names = set(stock.pipeline.transformer.state_dict())
+    denoises = set(model.bare_denoiser.state_dict())
+    reads = {name.replace("text_tower.", "") for name in model.text_tower.state_dict()}
+    assert denoises < names
+    assert reads < names
+    assert not denoises & reads
+    assert names - denoises - reads == {"lm_head.weight", "norm.weight"}
+
+
+def test_a_dropped_text_tower_leaves_what_was_encoded(tiny_pipelines):
+    model = fresh(tiny_pipelines)
+    arguments = one_call(model)
+    with torch.no_grad():
+        before = model.denoise(*arguments)
+        model.drop_text_encoders()
+        assert model.text_parts() == {}
+        assert model.frozen_parts() == [model.pipeline.vae]
+        torch.testing.assert_close(model.denoise(*arguments), before, rtol=0, atol=0)
+
+
+def test_a_limit_of_tokens_is_refused(tiny_pipelines):
+    with pytest.raises(ModelError, match="reads prompts whole"):
+        fresh(tiny_pipelines, max_sequence_length=64)

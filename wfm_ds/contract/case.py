@@ -1,0 +1,121 @@
+"""What the checks must know of a family besides its class, and how its stock pipeline is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from torch import Tensor
+
+from wfm_ds.sampling.plan import deterministic_plan
+
+if TYPE_CHECKING:
+    from wfm_ds.models.base import DiffusionModel
+    from wfm_ds.types import Conditioning
+
+PROMPTS = ["a red circle on white", "the digit 7"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One tiny pipeline: what its stock call takes and gives where that differs from most."""
+
+    size: tuple[int, int, int] | None = None
+    """Height, width, frames. None: the smallest that are unlike, and for videos two latent frames."""
+    load_options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of registry.load."""
+    stock_parts: Mapping[str, Any] = field(default_factory=dict)
+    """Parts that plain diffusers needs besides the folder."""
+    euler: bool = False
+    """The stock scheduler is Euler on float times: what our solver `ode` does."""
+    given: Callable[..., tuple[Any, dict[str, Any]]] | None = None
+    """(folder, pixels, count) -> the stock pipeline and arguments of its call for given frames."""
+    sigmas: tuple[tuple[float, float], ...] = ((0.9, 0.3),)
+    """Noise levels of two samples, for each expert."""
+    blocks: tuple[str, ...] = ()
+    """The lists of the denoiser that hold its blocks. (): not compared."""
+    without_gradient: tuple[str, ...] = ()
+    """Layers that no loss can reach."""
+    negative_prompt: bool = True
+    """The stock call takes one."""
+    one_by_one: bool = False
+    """The stock call draws one sample."""
+    unpack: Callable[[DiffusionModel, Tensor], Tensor] | None = None
+    """(model, what the stock call gives as latents) -> latents as the family has them. None: they are."""
+    frame_axis: bool = False
+    """The VAE of this family of images is one of videos."""
+    close: float = 1e-5
+    """How far from the stock pipeline's numbers ours may be, in latents and pixels."""
+
+
+class GridEuler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
+    """Euler on a given grid, with float times: makes a stock pipeline step as our `ode` does."""
+
+    def on(self, sigmas: Sequence[float] | Tensor) -> GridEuler:
+        self.grid = [float(sigma) for sigma in sigmas[:-1]]
+        return self
+
+    # diffusers looks for `sigmas` among the names of the arguments.
+    def set_timesteps(
+        self, num_inference_steps: int | None = None, device: Any = None, sigmas: Any = None, **_: Any
+    ) -> None:
+        super().set_timesteps(sigmas=self.grid, device=device)
+
+
+def stock(folder: Path, case: Case, pipeline_class: Any = DiffusionPipeline) -> Any:
+    """The plain diffusers pipeline of a folder: of the class that it names, or of another one."""
+    pipeline = pipeline_class.from_pretrained(folder, use_safetensors=True, local_files_only=True, **case.stock_parts)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def denoise_latents(
+    model: DiffusionModel,
+    noise: Tensor,
+    conditioning: Conditioning,
+    sigmas: Tensor,
+    *,
+    solver: str,
+    guidance_scale: float | Mapping[int, float] = 1.0,
+    uncond: Conditioning | None = None,
+) -> Tensor:
+    """Our own clean latents. guidance_scale: a number, or one for each expert."""
+
+    def predict(latents: Tensor, sigma: float) -> Tensor:
+        sigma_B, expert = torch.full((len(latents),), sigma), model.expert_of(sigma)
+        velocity = model.denoise(latents, sigma_B, conditioning, expert)
+        if uncond is None:
+            return velocity
+        w = guidance_scale[expert] if isinstance(guidance_scale, Mapping) else guidance_scale
+        return model.combine_guidance(velocity, model.denoise(latents, sigma_B, uncond, expert), w)
+
+    with torch.no_grad():
+        return deterministic_plan(solver, sigmas).run(predict, noise, [0] * len(noise)).clean
+
+
+def draw(pipeline: Any, case: Case, sigmas: Sequence[float] | Tensor, **call: Any) -> Tensor:
+    """What a stock pipeline makes of PROMPTS, or call["prompt"], on this grid: images [B,C,H,W], frames [B,C,F,H,W],
+    or latents as it has them."""
+    if not case.euler:
+        pipeline.scheduler = GridEuler(shift=1.0).on(sigmas)
+    call = {"prompt": PROMPTS, "output_type": "latent", "num_inference_steps": len(sigmas) - 1} | call
+    count = len(call["prompt"])
+    if isinstance(call.get("negative_prompt"), str):
+        call["negative_prompt"] = [call["negative_prompt"]] * count
+    calls = [{name: _of_one(value, i) for name, value in call.items()} for i in range(count)]
+    drawn = torch.cat([_drawn(pipeline(**one)) for one in calls]) if case.one_by_one else _drawn(pipeline(**call))
+    return drawn.movedim(2, 1) if call["output_type"] == "pt" and drawn.ndim == 5 else drawn
+
+
+def _drawn(output: Any) -> Tensor:
+    drawn: Tensor = output.images if hasattr(output, "images") else output.frames
+    return drawn
+
+
+def _of_one(value: Any, i: int) -> Any:
+    """The share of sample `i` in an argument that has one for each."""
+    return value[i] if isinstance(value, list) else value

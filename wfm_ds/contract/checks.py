@@ -1,0 +1,69 @@
+"""All checks in the order in which they are run. A check takes a Subject, and raises Broken with one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from wfm_ds.contract import denoiser, drawing, exports, pixels
+from wfm_ds.contract.subject import Broken, Subject
+
+Check = Callable[[Subject], None]
+
+CHECKS: tuple[Check, ...] = (
+    pixels.sizes_are_multiples,
+    denoiser.tokens,
+    pixels.shapes_agree,
+    pixels.encoding_is_the_inverse_of_decoding,
+    denoiser.texts_are_lists,
+    drawing.several_samples_of_a_prompt,
+    drawing.texts_stacked,
+    denoiser.wrong_arguments,
+    denoiser.frames_given_to_others,
+    denoiser.a_batch_is_its_samples,
+    drawing.prompts_matter,
+    drawing.the_grid_ends_at_the_clean_latents,
+    drawing.latents_without_guidance,
+    drawing.latents_with_guidance,
+    drawing.latents_with_a_negative_prompt,
+    drawing.decoded_pixels,
+    drawing.given_frames,
+    denoiser.blocks,
+    denoiser.lora_and_checkpointing,
+    pixels.bfloat16_denoiser,
+    pixels.bfloat16_vae,
+    exports.lora_export,
+    exports.full_export,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check found."""
+
+    check: str
+    sentence: str | None
+    """None: the family keeps it."""
+
+
+def examine(subject: Subject, checks: Sequence[Check] = CHECKS) -> Iterator[Finding]:
+    """Run each check. What a family's own code raises is a finding too: it is code that nobody has tried yet."""
+    for check in checks:
+        name = check.__name__.replace("_", " ")
+        try:
+            check(subject)
+        except Broken as broken:
+            yield Finding(name, str(broken))
+        except Exception as error:  # noqa: BLE001, whatever a user's class raises is a finding
+            yield Finding(name, f"{type(error).__name__} in {_place(error)}: {' '.join(str(error).split())}")
+        else:
+            yield Finding(name, None)
+
+
+def _place(error: Exception) -> str:
+    """File and line of the last frame: where to look."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    assert trace is not None
+    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"

@@ -1,0 +1,91 @@
+"""Checks of exports: plain diffusers draws what the trained model draws, and training goes on from them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import get_peft_model_state_dict
+from torch import Tensor
+
+from wfm_ds.checkpoint.adapter import load_adapter
+from wfm_ds.checkpoint.export import export
+from wfm_ds.checkpoint.target import ExportTarget
+from wfm_ds.contract.case import stock
+from wfm_ds.contract.denoiser import add_adapter
+from wfm_ds.contract.subject import Subject, require, require_close
+
+if TYPE_CHECKING:
+    from wfm_ds.models.base import DiffusionModel
+
+MATTERS = 1e-2  # how far training must have moved the latents for the comparison to say something
+WEIGHTS = "model.safetensors"
+
+
+@dataclass
+class Source:
+    """What an export asks of an engine, for a denoiser in one process."""
+
+    model: DiffusionModel
+    lora: bool
+
+    def lora_config(self) -> Any:
+        module: Any = self.model.denoiser
+        return module.peft_config["default"] if self.lora else None
+
+    def named_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor]]:
+        module = self.model.denoiser
+        yield from (get_peft_model_state_dict(module) if self.lora else module.state_dict()).items()
+
+
+def lora_export(subject: Subject) -> None:
+    """Plain diffusers draws a LoRA's latents from its export, and a model of ours the same to the last bit."""
+    model = subject.fresh()
+    before = subject.sampled(model)
+    model.freeze_all_but(model.default_lora_targets)
+    add_adapter(model, b_std=0.3)
+    with tempfile.TemporaryDirectory() as folder:
+        out = export_to(Path(folder) / "out", model, lora=True)
+        pipeline = stock(model.path, subject.case)
+        pipeline.load_lora_weights(str(out), weight_name=WEIGHTS, adapter_name="default")
+        if "transformer_2" in model.denoiser_parts:
+            second = {"weight_name": "model_2.safetensors", "load_into_transformer_2": True}
+            pipeline.load_lora_weights(str(out), adapter_name="default", **second)
+        active = pipeline.get_active_adapters()
+        require(active == ["default"], f"plain diffusers has the adapters {active} after loading one")
+        _same_pictures(subject, pipeline, model, before)
+        again = subject.fresh()
+        load_adapter(again, out)
+        equal = torch.equal(subject.sampled(again), subject.sampled(model))
+        require(equal, "a model of ours that loads the LoRA draws other latents")
+
+
+def full_export(subject: Subject) -> None:
+    """Plain diffusers draws the trained model's latents from the export of all weights."""
+    model = subject.fresh()
+    before = subject.sampled(model)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.denoiser.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=generator))
+    with tempfile.TemporaryDirectory() as folder:
+        out = export_to(Path(folder) / "out", model, lora=False)
+        _same_pictures(subject, stock(out, subject.case), model, before)
+
+
+def export_to(out: Path, model: DiffusionModel, *, lora: bool) -> Path:
+    source: Any = Source(model, lora)
+    return export(ExportTarget.of(model), source, out, policy="train", dtype=torch.float32, is_main=True)
+
+
+def _same_pictures(subject: Subject, pipeline: Any, model: DiffusionModel, before: Tensor) -> None:
+    want = subject.sampled(model)
+    call = model.pipeline_call(1.0, *subject.size) | {"generator": subject.generators()}
+    got = subject.drawn(pipeline, model.sigmas(3, subject.shape), **call)
+    require_close("the latents that plain diffusers draws from the export", got, want, subject.case.close)
+    moved = float((got - before).abs().max())
+    require(moved > MATTERS, f"the trained weights moved the latents by {moved:.1g} only")

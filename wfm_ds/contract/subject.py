@@ -1,0 +1,121 @@
+"""One family under examination: its folder, its case, and models of it; and how a check says that it failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from wfm_ds.contract.case import PROMPTS, Case, denoise_latents, draw, stock
+from wfm_ds.models import registry
+from wfm_ds.models.conditional_frames import with_conditional_frames
+from wfm_ds.sampling.noise import seeded_normal
+
+if TYPE_CHECKING:
+    from wfm_ds.models.base import DiffusionModel
+    from wfm_ds.types import Conditioning
+
+SEEDS = [11, 12]
+MOST_FRAMES = 64  # among which two latent frames are looked for
+
+
+class Broken(Exception):
+    """The family does not keep what a check asks: one sentence."""
+
+
+def require(kept: bool, sentence: str) -> None:
+    """Raise Broken with this sentence unless it is kept."""
+    if not kept:
+        raise Broken(sentence)
+
+
+def require_close(what: str, got: Tensor, want: Tensor, atol: float, rtol: float = 0.0) -> None:
+    """Raise Broken, which says what differs and by how much, unless shapes are equal and values close."""
+    require(got.shape == want.shape, f"{what}: the shape is {list(got.shape)} and should be {list(want.shape)}")
+    if not torch.allclose(got.double(), want.double(), rtol=rtol, atol=atol):
+        most = float((got.double() - want.double()).abs().max())
+        raise Broken(f"{what}: values differ by up to {most:.2g}, and {atol:g} is allowed")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A tiny pipeline's folder, and of which family of the user's own it is, unless of one of ours."""
+
+    folder: Path
+    case: Case
+    own: str | None = None
+
+    @cached_property
+    def model(self) -> DiffusionModel:
+        """The family in float32, for checks that change nothing."""
+        return self.fresh()
+
+    def fresh(self, dtype: torch.dtype = torch.float32, **options: Any) -> DiffusionModel:
+        """Load the family anew, for a check that changes it."""
+        options = {"dtype": dtype, "device": "cpu", "own_family": self.own, **self.case.load_options, **options}
+        return registry.load(self.folder, **options)
+
+    def stock(self) -> Any:
+        return stock(self.folder, self.case)
+
+    @cached_property
+    def size(self) -> tuple[int, int, int]:
+        """Height, width, frames."""
+        if self.case.size is not None:
+            return self.case.size
+        frames = self._two_latent_frames() if self.model.video else 1
+        multiple = self.model.size_multiple(frames)
+        return 2 * multiple, 3 * multiple, frames
+
+    def _two_latent_frames(self) -> int:
+        for frames in range(2, MOST_FRAMES + 1):
+            try:
+                self.model.latent_shape(multiple := self.model.size_multiple(frames), multiple, frames)
+            except (ValueError, StopIteration):  # no size has this many frames
+                continue
+            return frames
+        raise Broken(f"latent_shape knows no video of 2 to {MOST_FRAMES} frames")
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """That of a sample's latents."""
+        return self.model.latent_shape(*self.size)
+
+    def noise(self, count: int = 2) -> Tensor:
+        return seeded_normal(SEEDS[:count], self.shape)
+
+    def generators(self) -> list[torch.Generator]:
+        """What a stock call draws the same noise with."""
+        return [torch.Generator("cpu").manual_seed(seed) for seed in SEEDS]
+
+    def pixels(self, count: int = 2) -> Tensor:
+        height, width, frames = self.size
+        shape = (count, 3, frames, height, width) if self.model.video else (count, 3, height, width)
+        return torch.rand(shape, generator=torch.Generator().manual_seed(5))
+
+    def one_call(self, model: DiffusionModel, count: int = 2, expert: int = 0) -> tuple[Tensor, Tensor, Conditioning]:
+        """Arguments of one `denoise`: another sigma, prompt and number of conditional frames for each sample."""
+        noise, conditioning = self.noise(count), model.encode_text(PROMPTS[:count])
+        if len(model.conditional_frames) > 1:
+            latents, most = model.encode_pixels(self.pixels(count)), max(model.conditional_frames)
+            conditioning = with_conditional_frames(conditioning, latents, torch.tensor([0, most])[:count])
+        return noise, torch.tensor(self.case.sigmas[expert])[:count], conditioning
+
+    def sampled(self, model: DiffusionModel, steps: int = 3) -> Tensor:
+        """Our own latents of PROMPTS and SEEDS, without guidance."""
+        grid = model.sigmas(steps, self.shape)
+        return denoise_latents(model, self.noise(), model.encode_text(PROMPTS), grid, solver="ode")
+
+    def drawn(self, pipeline: Any, sigmas: Sequence[float] | Tensor, **call: Any) -> Tensor:
+        """The latents that a stock pipeline makes, as the family has them."""
+        latents = draw(pipeline, self.case, sigmas, **call)
+        return latents if self.case.unpack is None else self.case.unpack(self.model, latents)
+
+    def with_folder(self, folder: Path) -> Subject:
+        """The same family, in another folder."""
+        return replace(self, folder=folder)

@@ -1,0 +1,148 @@
+"""FLUX.2-klein, base and distilled: patches of latents normalised by the VAE's own statistics, text by Qwen3."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from diffusers.models.transformers.transformer_flux2 import Flux2SingleTransformerBlock, Flux2TransformerBlock
+from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+from torch import Tensor
+
+from wfm_ds.errors import ModelError
+from wfm_ds.models import vae
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.lora_names import fused, renamed
+
+if TYPE_CHECKING:
+    from wfm_ds.recipe.sampling import SamplingRecipe
+    from wfm_ds.types import Conditioning
+
+PATCH = 2  # rows and columns of the VAE's latents in a patch
+
+DOUBLE, SINGLE = "transformer_blocks.{}", "single_transformer_blocks.{}"
+LORA_NAMES = (
+    *fused(f"{DOUBLE}.attn", ("to_q", "to_k", "to_v"), "double_blocks.{}.img_attn.qkv"),
+    *fused(f"{DOUBLE}.attn", ("add_q_proj", "add_k_proj", "add_v_proj"), "double_blocks.{}.txt_attn.qkv"),
+    *renamed(
+        DOUBLE,
+        "double_blocks.{}",
+        {
+            "attn.to_out.0": "img_attn.proj",
+            "attn.to_add_out": "txt_attn.proj",
+            "ff.linear_in": "img_mlp.0",
+            "ff.linear_out": "img_mlp.2",
+            "ff_context.linear_in": "txt_mlp.0",
+            "ff_context.linear_out": "txt_mlp.2",
+        },
+    ),
+    *renamed(SINGLE, "single_blocks.{}", {"attn.to_qkv_mlp_proj": "linear1", "attn.to_out": "linear2"}),
+)
+
+
+class Flux2Klein(DiffusionModel):
+    """The network's time is sigma, which it rounds to the compute dtype; its output is the velocity."""
+
+    family = "flux2"
+    pipeline_classes = ("Flux2KleinPipeline",)
+    required_parts = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
+    conditioning_keys = frozenset({"prompt_embeds"})
+    default_lora_targets = (
+        *("to_q", "to_k", "to_v", "to_out.0"),
+        *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+        # In single blocks `to_out` is a layer, in double ones the list that holds `to_out.0`.
+        *("to_qkv_mlp_proj", f"{SINGLE}.attn.to_out"),
+    )
+    lora_names = LORA_NAMES
+    block_classes = (Flux2TransformerBlock, Flux2SingleTransformerBlock)
+
+    def check_sampling(self, sampling: SamplingRecipe) -> None:
+        if self.pipeline.config.is_distilled and sampling.is_guided():
+            raise ModelError(
+                f"{self.path}: this pipeline is distilled and ignores guidance; set sampling.guidance_scale: 1, or use "
+                "the base model"
+            )
+
+    @torch.no_grad()
+    def encode_text(self, prompts: Sequence[str]) -> Conditioning:
+        """prompt_embeds [B, max_sequence_length, 3 D]: states of three layers of the text encoder. Padding is attended
+        to. ValueError for no prompts."""
+        if isinstance(prompts, str) or not prompts:
+            raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
+        embeds, _ = self.pipeline.encode_prompt(
+            list(prompts), device=self.device, max_sequence_length=self.max_sequence_length
+        )
+        return {"prompt_embeds": embeds}
+
+    def text_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"prompt_embeds": (self.max_sequence_length, self.config.joint_attention_dim)}
+
+    def from_embedding(self, embedding: Tensor) -> Conditioning | None:
+        if embedding.shape != self.text_shapes()["prompt_embeds"]:
+            return None
+        return {"prompt_embeds": embedding[None].to(self.device, self.text_dtype)}
+
+    def to_latents(self, pixels: Tensor) -> Tensor:
+        mean, std = self._statistics()
+        z = vae.mode(self.pipeline.vae, pixels)
+        patches = torch.pixel_unshuffle(z, PATCH)  # [B, 4 C, h, w], channels in the stock order: (C, row, column)
+        return (patches - mean) / std
+
+    def to_pixels(self, latents: Tensor) -> Tensor:
+        mean, std = self._statistics()
+        return vae.decode_raw(self.pipeline.vae, torch.pixel_shuffle(latents * std + mean, PATCH))
+
+    def _statistics(self) -> tuple[Tensor, Tensor]:
+        """Mean and deviation of each channel of patches, float32 [1, 4 C, 1, 1]: those of the VAE's batch norm."""
+        network = self.pipeline.vae
+        mean, variance = (v.float().view(1, -1, 1, 1) for v in (network.bn.running_mean, network.bn.running_var))
+        return mean, torch.sqrt(variance + network.config.batch_norm_eps)
+
+    def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
+        self.check_denoise(latents, sigma, conditioning)
+        if latents.ndim != 4 or expert not in (None, 0):
+            raise ValueError(
+                f"flux2 takes latents [B,C,h,w] and has one expert, got {list(latents.shape)}, expert {expert}"
+            )
+        _, _, h, w = latents.shape
+        embeds = conditioning["prompt_embeds"]
+        text_ids, image_ids = positions(embeds.shape[1], h, w, latents.device)
+        velocity: Tensor = self.denoiser(
+            hidden_states=latents.flatten(2).transpose(1, 2).to(self.dtype),  # [B, h w, C]
+            timestep=sigma,
+            encoder_hidden_states=embeds.to(self.dtype),
+            txt_ids=text_ids,
+            img_ids=image_ids,
+            return_dict=False,
+        )[0]
+        return velocity.transpose(1, 2).unflatten(2, (h, w)).float()
+
+    def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
+        """(4 C, H / 2 f, W / 2 f): the channels of a patch."""
+        if num_frames != 1:
+            raise ValueError(f"flux2 makes images: num_frames must be 1, got {num_frames}")
+        multiple = PATCH * self.pipeline.vae_scale_factor
+        for name, size in (("height", height), ("width", width)):
+            if size < 1 or size % multiple:
+                raise ValueError(f"{name} must be a multiple of {multiple}, got {size}")
+        return (self.config.in_channels, height // multiple, width // multiple)
+
+    def num_tokens(self, shape: Sequence[int]) -> int:
+        return int(shape[1] * shape[2])
+
+    def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
+        """The pipeline's own grid, and a shift that falls with the number of steps and grows with the size."""
+        mu = compute_empirical_mu(self.num_tokens(shape), num_steps)
+        return {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps), "mu": mu}
+
+
+def positions(num_text: int, h: int, w: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Positions [n, 4] (image, row, column, token) of a text's tokens and of an image's, int64, made on the device."""
+    text = torch.zeros(num_text, 4, dtype=torch.int64, device=device)
+    text[:, 3] = torch.arange(num_text, device=device)
+    image = torch.zeros(h, w, 4, dtype=torch.int64, device=device)
+    image[..., 1] = torch.arange(h, device=device)[:, None]
+    image[..., 2] = torch.arange(w, device=device)
+    return text, image.flatten(0, 1)

@@ -1,0 +1,156 @@
+"""Qwen-Image: text of any length by Qwen2.5-VL, a VAE of videos for one frame, guidance that keeps the norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
+from torch import Tensor
+from torch.nn import functional
+
+from wfm_ds.errors import ModelError
+from wfm_ds.models import vae
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.loading import read_json
+from wfm_ds.models.lora_names import renamed
+
+if TYPE_CHECKING:
+    from wfm_ds.types import Conditioning
+
+PATCH = 2  # rows and columns of latents in a token
+EMBEDS, MASK = "prompt_embeds", "prompt_embeds_mask"
+NEGATIVE = "negative_prompt"
+NULL_TEXT = " "  # the model's own examples contrast with it, and without any text the stock call has no guidance
+
+TARGETS = (
+    *("to_q", "to_k", "to_v", "to_out.0"),
+    *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
+)
+FEED_FORWARD = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
+BLOCK = "transformer_blocks.{}"
+OWN_NAMES = {name: name for name in (*(f"attn.{target}" for target in TARGETS), *FEED_FORWARD)}
+
+
+class QwenImage(DiffusionModel):
+    """The network's time is sigma, which it rounds to the compute dtype; its output is the velocity."""
+
+    family = "qwen_image"
+    pipeline_classes = ("QwenImagePipeline",)
+    required_parts = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
+    conditioning_keys = frozenset({EMBEDS, MASK})
+    default_lora_targets = TARGETS
+    lora_names = renamed(BLOCK, BLOCK, OWN_NAMES)  # diffusers' code is the authors' own
+    comfyui_prefix = "transformer"
+    block_classes = (QwenImageTransformerBlock,)
+
+    @classmethod
+    def check_folder(cls, folder: Path) -> None:
+        """ModelError for a network with an input that text to image does not have."""
+        config = read_json(folder / "transformer" / "config.json")
+        for key in ("guidance_embeds", "zero_cond_t", "use_additional_t_cond"):
+            if config.get(key):
+                raise ModelError(f"{folder}: a Qwen-Image transformer with {key} is not supported; use Qwen/Qwen-Image")
+
+    @torch.no_grad()
+    def encode_text(self, prompts: Sequence[str]) -> Conditioning:
+        """prompt_embeds [B, n, D], prompt_embeds_mask [B, n] int64: n is the length of the longest of the prompts, at
+        most max_sequence_length. ValueError for no prompts."""
+        if isinstance(prompts, str) or not prompts:
+            raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
+        embeds, mask = self.pipeline.encode_prompt(
+            list(prompts), device=self.device, max_sequence_length=self.max_sequence_length
+        )
+        if mask is None:  # no padding
+            mask = torch.ones(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
+        return {EMBEDS: embeds, MASK: mask}
+
+    def text_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those of the longest text that there is."""
+        length = self.max_sequence_length
+        return {EMBEDS: (length, self.config.joint_attention_dim), MASK: (length,)}
+
+    @staticmethod
+    def stack(rows: Sequence[Conditioning]) -> Conditioning:
+        """Pad to the longest with zeros, and the masks with them."""
+        longest = max(row[EMBEDS].shape[1] for row in rows)
+        missing = [longest - row[EMBEDS].shape[1] for row in rows]
+        embeds = [functional.pad(row[EMBEDS], (0, 0, 0, n)) for row, n in zip(rows, missing, strict=True)]
+        masks = [functional.pad(row[MASK], (0, n)) for row, n in zip(rows, missing, strict=True)]
+        return {EMBEDS: torch.cat(embeds), MASK: torch.cat(masks)}
+
+    def null_text(self, negative_text: str | None = None) -> str:
+        return NULL_TEXT if negative_text is None else negative_text
+
+    def to_latents(self, pixels: Tensor) -> Tensor:
+        return vae.encode(self.pipeline.vae, pixels[:, :, None])[:, :, 0]
+
+    def to_pixels(self, latents: Tensor) -> Tensor:
+        return vae.decode(self.pipeline.vae, latents[:, :, None])[:, :, 0]
+
+    def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
+        self.check_denoise(latents, sigma, conditioning)
+        if latents.ndim != 4 or expert not in (None, 0):
+            raise ValueError(
+                f"qwen_image takes latents [B,C,h,w] and has one expert, got {list(latents.shape)}, expert {expert}"
+            )
+        count, _, h, w = latents.shape
+        velocity: Tensor = self.denoiser(
+            hidden_states=packed(latents).to(self.dtype),
+            timestep=sigma,
+            encoder_hidden_states=conditioning[EMBEDS].to(self.dtype),
+            encoder_hidden_states_mask=conditioning[MASK],
+            img_shapes=[[(1, h // PATCH, w // PATCH)]] * count,
+            return_dict=False,
+        )[0]
+        return unpacked(velocity, h, w).float()
+
+    def combine_guidance(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
+        """uncond + w * (cond - uncond), each token scaled to the norm that it has in cond, as in the stock pipeline."""
+        guided = packed(super().combine_guidance(cond, uncond, scale))
+        norms = packed(cond).norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
+        return unpacked(guided * norms, *cond.shape[2:])
+
+    def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
+        """(C, H/f, W/f)."""
+        if num_frames != 1:
+            raise ValueError(f"qwen_image makes images: num_frames must be 1, got {num_frames}")
+        factor = self.pipeline.vae_scale_factor
+        multiple = PATCH * factor
+        for name, size in (("height", height), ("width", width)):
+            if size < 1 or size % multiple:
+                raise ValueError(f"{name} must be a multiple of {multiple}, got {size}")
+        return (self.config.in_channels // PATCH**2, height // factor, width // factor)
+
+    def num_tokens(self, shape: Sequence[int]) -> int:
+        return int(shape[1] // PATCH * (shape[2] // PATCH))
+
+    def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
+        """The pipeline's own grid, and a shift that grows with the size."""
+        config = self.pipeline.scheduler.config
+        limits = [config[name] for name in ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")]
+        mu = calculate_shift(self.num_tokens(shape), *limits)
+        return {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps), "mu": mu}
+
+    def text_call(self) -> dict[str, Any]:
+        """Name the negative prompt too: the stock call's default is none, and then it has no guidance."""
+        return {**super().text_call(), NEGATIVE: self.null_text()}
+
+    def pipeline_call(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
+        """Guidance is `true_cfg_scale`; `guidance_scale` is another input, which these networks do not have."""
+        return {"true_cfg_scale": w, "height": height, "width": width, **self.text_call()}
+
+
+def packed(latents: Tensor) -> Tensor:
+    """Tokens [B, h/2 w/2, 4 C] of latents [B, C, h, w]: patches of 2 x 2."""
+    return functional.pixel_unshuffle(latents, PATCH).flatten(2).transpose(1, 2)
+
+
+def unpacked(tokens: Tensor, h: int, w: int) -> Tensor:
+    """Latents [B, C, h, w] of their tokens."""
+    patches = tokens.transpose(1, 2).unflatten(2, (h // PATCH, w // PATCH))
+    return functional.pixel_shuffle(patches, PATCH)

@@ -1,0 +1,73 @@
+"""Qwen-Image in miniature: 32x32 pixels, a random VAE of factor 8."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from diffusers import (
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+)
+
+from wfm_ds.models.base import seeded
+from wfm_ds.models.tiny.parts.qwen import qwen_encoder, qwen_tokenizer
+from wfm_ds.models.tiny.parts.wan_vae import STOCK
+from wfm_ds.models.tiny.parts.weights import heed_text
+
+TEXT_SEED = 14
+TRANSFORMER_SEED, VAE_SEED = 0, 1
+# The words of the pipeline's template; spelled out they would leave hardly anything of a text to the prompt.
+TEMPLATE_WORDS = (
+    *("Describe", "image", "by", "detailing", "color", "shape", "size", "texture", "quantity"),
+    *("spatial", "relationships", "objects", "background"),
+)
+
+TRANSFORMER: Mapping[str, Any] = MappingProxyType(
+    {
+        "patch_size": 2,
+        "in_channels": 16,
+        "out_channels": 4,
+        "num_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 32,
+        "axes_dims_rope": (8, 4, 4),
+    }
+)
+
+
+def build() -> tuple[QwenImagePipeline, dict[str, Any]]:
+    """The pipeline, and the arguments of its call for a two-step image."""
+    tokenizer = qwen_tokenizer(more_words=TEMPLATE_WORDS)
+    with seeded(TRANSFORMER_SEED):
+        transformer = heed_text(QwenImageTransformer2DModel(**TRANSFORMER), 7.0)
+    with seeded(VAE_SEED):
+        vae = AutoencoderKLQwenImage(**STOCK)
+    pipeline = QwenImagePipeline(
+        transformer=transformer.eval(),
+        vae=vae.eval(),
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True,
+            base_shift=0.5,
+            max_shift=0.9,
+            base_image_seq_len=256,
+            max_image_seq_len=8192,
+            shift=1.0,
+            shift_terminal=0.02,
+        ),
+        text_encoder=qwen_encoder(tokenizer, TEXT_SEED).eval(),
+        tokenizer=tokenizer,
+    )
+    call = {
+        "prompt": "a red circle on white",
+        "negative_prompt": " ",
+        "height": 32,
+        "width": 32,
+        "num_inference_steps": 2,
+        "max_sequence_length": 64,
+    }
+    return pipeline, call
