@@ -15,7 +15,8 @@ from benchmarks import report
 from benchmarks.learning.curves import check_counts
 from benchmarks.learning.variants import Variant
 from wfm_ds.errors import UserError
-from wfm_ds.quickstart import prepare, train
+from wfm_ds.quickstart.command import prepare, train_start
+from wfm_ds.quickstart.digits import Digits
 
 REVISION = "REVISION"
 # One rank does the work of the two that the recipes are written for; neither changes what is computed.
@@ -36,16 +37,10 @@ class Run:
 def train_starts(out: Path, seeds: Sequence[int]) -> None:
     """Prepare the digits, and train the model once for each seed, by the quickstart's recipe, unless it is there."""
     if not (out / "data").exists():
-        prepare(out)
+        prepare(Digits(), out)
     for seed in seeds:
         if not is_finished(out / f"sft_{seed}"):
-            train(
-                "sft.yaml",
-                f"run.output_dir={out / f'sft_{seed}'}",
-                f"run.seed={seed}",
-                f"model.path={out / 'model'}",
-                f"data.path={out / 'data' / 'images'}",
-            )
+            train_start(Digits(), out, out / f"sft_{seed}", seed)
 
 
 def train_all(out: Path, runs: Sequence[Run], jobs: int) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from wfm_ds.quickstart import spread_within_prompts
+from wfm_ds.quickstart.digits import spread_within_prompts
 
 
 @pytest.mark.slow
