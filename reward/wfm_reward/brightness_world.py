@@ -1,0 +1,53 @@
+"""The finite world of the action quickstart: a grey frame that every action brightens, darkens, or leaves as it is. The
+data shows it, the rewards measure it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Levels = npt.NDArray[np.float32]
+"""Brightness of frames, -1 black to 1 white."""
+Frames = npt.NDArray[np.uint8]
+"""[T,H,W,3]."""
+
+NUM_FRAMES, HEIGHT, WIDTH = 5, 8, 16
+NUM_ACTIONS = NUM_FRAMES - 1
+STEP = 0.2  # of brightness
+MOVES = (-1, 0, 1)  # steps: darker, as it is, brighter
+STARTS = 0.2  # first frames have levels from -STARTS to STARTS, so that every trajectory stays in range
+
+
+def levels_of(start: float, moves: npt.NDArray[np.int64]) -> Levels:
+    """Return the levels [5] of the frames that these moves [4] lead through."""
+    levels: Levels = (start + STEP * np.concatenate([[0], np.cumsum(moves)])).astype(np.float32)
+    return levels
+
+
+def pixels(levels: Levels) -> Frames:
+    """Return levels [T] as grey frames [T,8,16,3]."""
+    grey = np.rint((levels + 1) * 127.5).astype(np.uint8)
+    return np.broadcast_to(grey[:, None, None, None], (len(grey), HEIGHT, WIDTH, 3)).copy()
+
+
+def actions_of(moves: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Return moves [4] as actions [4,2]: two buttons, brighter and darker."""
+    return np.stack([moves == 1, moves == -1], axis=1).astype(np.float32)
+
+
+def moves_of(actions: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
+    """Undo `actions_of`. Raises ValueError for actions of another shape."""
+    if actions.shape != (NUM_ACTIONS, 2):
+        raise ValueError(f"the actions are {list(actions.shape)}, not {[NUM_ACTIONS, 2]}")
+    pressed = actions > 0.5
+    return pressed[:, 0].astype(np.int64) - pressed[:, 1]
+
+
+def changes(frames: Frames) -> Levels:
+    """Return the changes [4] of brightness from each frame [5,8,16,3] to the next, in steps. Raises ValueError for
+    frames of another shape."""
+    if frames.shape != (NUM_FRAMES, HEIGHT, WIDTH, 3):
+        raise ValueError(f"the video is {list(frames.shape)}, not {[NUM_FRAMES, HEIGHT, WIDTH, 3]}")
+    found: Levels = np.diff(frames.mean(axis=(1, 2, 3), dtype=np.float32)) / (127.5 * STEP)
+    return found
