@@ -7,6 +7,7 @@ from wfm_ds.contract.case import PROMPTS as PROMPTS
 from wfm_ds.contract.case import Case, stock
 from wfm_ds.contract.case import denoise_latents as denoise_latents
 from wfm_ds.contract.case import draw as draw
+from wfm_ds.contract.subject import SEEDS
 from wfm_ds.models.guardrail import NoGuardrail
 from wfm_ds.models.qwen_image import unpacked
 
@@ -18,6 +19,13 @@ def cosmos25_given(folder, pixels, count):
     """Image to world is video to world with one latent frame: the image path alone needs torchvision."""
     frames = pixels[:, :, : 1 + 4 * (count - 1)]
     return stock(folder, CASES["cosmos25"]), {"video": 2 * frames - 1, "num_latent_conditional_frames": count}
+
+
+def cosmos3_given(folder, pixels, count):
+    """Its image path rounds to 8 bits; and it takes latents as they are, so it has to draw them."""
+    given = {"video": pixels.movedim(1, 2), "condition_frame_indexes_vision": tuple(range(count))}
+    noise = {"latents": None, "generator": torch.Generator().manual_seed(SEEDS[0])}
+    return stock(folder, CASES["cosmos3"]), given | noise
 
 
 def ti2v_given(folder, pixels, count):
@@ -58,6 +66,14 @@ CASES = {
         stock_parts={"safety_checker": NoGuardrail()},
         given=cosmos25_given,
         blocks=JOINT,
+    ),
+    "cosmos3": Case(
+        size=(32, 48, 9),
+        load_options={"guardrail": "off"},
+        stock_parts={"safety_checker": NoGuardrail()},
+        given=cosmos3_given,
+        one_by_one=True,
+        blocks=("layers",),
     ),
     "wan21": Case(size=(32, 48, 5), blocks=WAN),
     "wan22": Case(size=(32, 48, 5), blocks=WAN, sigmas=((0.97, 0.9), (0.8, 0.3))),

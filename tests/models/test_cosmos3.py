@@ -6,7 +6,8 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.pipelines.cosmos.pipeline_cosmos3_omni import CosmosActionCondition
 
-from families import EXACT, GridEuler, denoise_latents
+from families import EXACT, denoise_latents
+from wfm_ds.contract.case import GridEuler
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
 from wfm_ds.models.conditional_frames import with_conditional_frames
@@ -87,7 +88,7 @@ def test_image_to_video_equals_the_stock_pipelines(model, stock):
     torch.testing.assert_close(denoise_latents(model, noise, conditioning, grid, solver="ode"), want, **EXACT)
 
 
-def test_forward_dynamics_equals_the_stock_pipelines(model, stock):
+def test_forward_dynamics_equals_the_stock_pipelines(tiny_pipelines, stock):
     size, image = (256, 256, 5), torch.rand(3, 256, 256)  # the smallest that its table has
     actions = torch.randn(4, 9)
     told_of = CosmosActionCondition(
@@ -98,10 +99,11 @@ def test_forward_dynamics_equals_the_stock_pipelines(model, stock):
         raw_actions=actions,
         image=image,
     )
+    model = fresh(tiny_pipelines, inputs=["actions"])
     shape = model.latent_shape(*size)
     grid = model.sigmas(3, shape)
     want = stock(PROMPTS[0], grid, action=told_of, guidance_scale=1.0, generator=torch.Generator().manual_seed(1))
-    text = model.caption(PROMPTS[0], *size, inputs=["actions"])
+    text = model.caption(PROMPTS[0], *size)
     pixels = image[None, :, None].expand(-1, -1, 5, -1, -1).contiguous()
     conditioning = with_conditional_frames(model.encode_text([text]), model.encode_pixels(pixels), torch.tensor([1]))
     conditioning |= model.encode_inputs([{"actions": actions.numpy(), "domain": np.array(2)}], 5, (256, 256))

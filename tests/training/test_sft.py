@@ -14,6 +14,7 @@ from wfm_ds.data.samples import LocalFile, Sample
 from wfm_ds.distributed.world import World
 from wfm_ds.models import registry
 from wfm_ds.models.base import NegativeText
+from wfm_ds.models.sampler import Sampler
 from wfm_ds.models.text_cache import TextCache
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.derived import derive
@@ -70,13 +71,15 @@ def test_validation_encodes_each_image_once_and_keeps_no_more_than_a_batch_of_th
         return model.denoise(latents, sigma, conditioning, expert)
 
     engine = SimpleNamespace(policy=lambda name: contextlib.nullcontext())
+    texts = TextCache(model)
     job = SimpleNamespace(
         recipe=recipe,
         model=model,
         world=alone,
         engine=engine,
         evaluation_policy="ema",
-        texts=TextCache(model),
+        texts=texts,
+        sampler=Sampler(model=model, texts=texts, settings=recipe.sampling, forward=forward),
         latents=None,
         forward=forward,
     )
@@ -107,7 +110,10 @@ def pair(position):
 def test_both_media_of_a_pair_get_one_noise_one_level_and_one_caption(root, tiny_pipelines, alone):
     recipe = recipe_file.load(root / "recipes" / "tiny" / "sd3_dpo.yaml", ["data.caption_dropout=0.5"])
     model = registry.load(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
-    job = SimpleNamespace(recipe=recipe, model=model, world=alone, latents=None, derived=derive(recipe, 1))
+    sampler = Sampler(model=model, texts=None, settings=recipe.sampling, forward=None)
+    job = SimpleNamespace(
+        recipe=recipe, model=model, world=alone, latents=None, derived=derive(recipe, 1), sampler=sampler
+    )
     loop = SftLoop(job, build_supervised(recipe), None, None, None, None)
     loop.step = 1
     samples = [pair(position) for position in range(8)]

@@ -95,9 +95,9 @@ def adapted_layer(name: str) -> str:
 
 def load_part(pipeline: Any, part: str, path: Path) -> None:
     which = {} if part == LORA_PREFIX else {f"load_into_{part}": True}
-    pipeline.load_lora_weights(
-        str(path.parent), weight_name=path.name, adapter_name="default", local_files_only=True, **which
-    )
+    # Of a pipeline without a loader of its own the network has one.
+    load = getattr(pipeline, "load_lora_weights", None) or getattr(pipeline, part).load_lora_adapter
+    load(str(path.parent), weight_name=path.name, adapter_name="default", local_files_only=True, **which)
 
 
 def placed_names(network: Any) -> set[str]:

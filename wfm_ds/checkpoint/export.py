@@ -102,7 +102,7 @@ def export(
                 if not trained_only:
                     share_unchanged(target.base, making, changed=target.parts)
                     _write_call(target, making)
-                _write_denoiser(target, _here(stream), making, dtype, shard_bytes)
+                _write_denoiser(target, _here(stream), making, dtype, shard_bytes, whole=not trained_only)
     finally:
         _exhaust(stream)
     log.log(logging.DEBUG if trained_only else logging.INFO, "exported the %s weights to %s", policy, result)
@@ -148,10 +148,13 @@ def loading_lines(base: Path, exported: Path, lora: bool) -> str:
     lines.append(f"pipe = DiffusionPipeline.from_pretrained({', '.join(arguments)})")
     if lora:
         name = json.dumps(str(exported))
+        # Of a pipeline without a loader of its own the network has one.
+        has_loader = hasattr(_pipeline_class(read_index(pipeline)), "load_lora_weights")
+        loader = "load_lora_weights" if has_loader else f"{LORA_PREFIX}.load_lora_adapter"
         for part, file in LORA_FILES.items():
             if (exported / file).exists():
                 second = "" if part == LORA_PREFIX else f", load_into_{part}=True"
-                lines.append(f'pipe.load_lora_weights({name}, weight_name="{file}", adapter_name="default"{second})')
+                lines.append(f'pipe.{loader}({name}, weight_name="{file}", adapter_name="default"{second})')
             if (exported / SAVED_FILES[part]).exists():
                 whole = json.dumps(str(exported / SAVED_FILES[part]))
                 lines.append("from safetensors.torch import load_file  # the layers that trained whole")
@@ -321,15 +324,21 @@ def _write_denoiser(
     pipeline_folder: Path,
     dtype: torch.dtype,
     shard_bytes: int,
+    *,
+    whole: bool,
 ) -> None:
     """The parts of the denoiser of a full run: config, shards, and their index if there is more than one. Each tensor
-    is written before the stream makes the next."""
+    is written before the stream makes the next. whole: with the tensors that did not train, from the base."""
     missing: dict[str, Spec] = {}  # by their names in the stream
     with contextlib.ExitStack() as held:
         places: dict[str, tuple[TensorFile, str]] = {}
         for part in target.parts:
             folder, prefix = pipeline_folder / part, target.prefix(part)
-            specs = {name: Spec(_stored(spec.dtype, dtype), spec.shape) for name, spec in target.specs(part).items()}
+            specs = {
+                name: Spec(_stored(spec.dtype, dtype), spec.shape)
+                for name, spec in target.specs(part).items()
+                if whole or not target.is_frozen(name)
+            }
             _begin_part(folder, target.config(part), shards := planned_shards(specs, shard_bytes))
             for file_name, shard in shards.items():
                 file = held.enter_context(TensorFile(folder / file_name, shard, {"format": "pt"}))
@@ -340,6 +349,11 @@ def _write_denoiser(
             file, own_name = places[name]
             file.write(own_name, tensor.to(missing.pop(name).dtype))
             del tensor  # the stream makes the next one meanwhile
+        for part in target.parts if whole and target.frozen else ():
+            stored, prefix = target.stored(part), target.prefix(part)
+            for name in [name for name in missing if target.is_frozen(name.removeprefix(prefix))]:
+                file, own_name = places[name]
+                file.write(own_name, stored.tensor(own_name).to(missing.pop(name).dtype))
         if missing:
             raise ModelError(f"{len(missing)} tensors of the denoiser were not exported, e.g. {next(iter(missing))}")
 

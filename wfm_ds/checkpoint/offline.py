@@ -54,7 +54,9 @@ class CheckpointWeights:
                 yield from self._buffers(part)
 
     def _parameter_shapes(self, part: str) -> dict[str, torch.Size]:
-        return {name: parameter.shape for name, parameter in self.target.bare(part).named_parameters()}
+        target = self.target
+        parameters = target.bare(part).named_parameters()
+        return {name: parameter.shape for name, parameter in parameters if not target.is_frozen(name)}
 
     def _adapter_shapes(self, part: str) -> dict[str, list[int]]:
         """Return the shapes of the adapter's tensors that the checkpoint holds, as they lie on the base's layers."""

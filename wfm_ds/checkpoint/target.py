@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from wfm_ds.checkpoint.pipeline_folder import CALL, components, read_index
 from wfm_ds.checkpoint.tensor_file import Spec
 from wfm_ds.errors import ModelError
-from wfm_ds.models.base import stock_argument
+from wfm_ds.models.base import matches, stock_argument
 from wfm_ds.models.loading import read_json
 from wfm_ds.models.variants import index_file, variant_to_load
 
@@ -43,6 +43,7 @@ class ExportTarget:
     base: Path
     parts: tuple[str, ...]  # of the denoiser, as model_index.json names them
     call: Mapping[str, Any] = field(default_factory=dict)  # what call.json must say besides what the base's says
+    frozen: tuple[str, ...] = ()  # patterns of tensors that full training left as the base has them (models/base.py)
 
     @classmethod
     def of(cls, model: DiffusionModel) -> ExportTarget:
@@ -52,7 +53,7 @@ class ExportTarget:
         known = read_json(base / CALL) if (base / CALL).exists() else {}
         trained = model.text_call().items()
         call = {n: value for n, value in trained if known.get(n, stock_argument(model.pipeline, n)) != value}
-        return cls(base, tuple(model.denoiser_parts), call)
+        return cls(base, tuple(model.denoiser_parts), call, tuple(model.frozen))
 
     @classmethod
     def of_json(cls, note: Mapping[str, Any]) -> ExportTarget:
@@ -62,10 +63,15 @@ class ExportTarget:
                 f"a checkpoint of the language model {note['base']} is not converted here: continue its run, which "
                 "exports at its end"
             )
-        return cls(Path(note["base"]), tuple(note["parts"]), note["call"])
+        return cls(Path(note["base"]), tuple(note["parts"]), note["call"], tuple(note.get("frozen", ())))
 
     def to_json(self) -> dict[str, Any]:
-        return {"base": str(self.base), "parts": list(self.parts), "call": dict(self.call)}
+        note = {"base": str(self.base), "parts": list(self.parts), "call": dict(self.call)}
+        return note | ({"frozen": list(self.frozen)} if self.frozen else {})
+
+    def is_frozen(self, name: str) -> bool:
+        """Return whether a tensor of a part, by its own name, is the base's."""
+        return matches(name, self.frozen)
 
     def config(self, part: str) -> dict[str, Any]:
         """The config of a part. Raises ModelError if it cannot be read."""

@@ -112,6 +112,9 @@ def draw(pipeline: Any, case: Case, sigmas: Sequence[float] | Tensor, **call: An
 
 
 def _drawn(output: Any) -> Tensor:
+    if hasattr(output, "video"):  # one video: its latents [1,C,T,h,w], or its frames [F,C,H,W]
+        of_one: Tensor = output.video
+        return of_one if of_one.ndim == 5 else of_one[None]
     drawn: Tensor = output.images if hasattr(output, "images") else output.frames
     return drawn
 

@@ -84,7 +84,7 @@ def blocks(subject: Subject) -> None:
 def tokens(subject: Subject) -> None:
     """num_tokens is a whole number that grows with the area."""
     model, frames = subject.model, subject.size[2]
-    side = model.size_multiple(frames)
+    side = 2 * model.size_multiple(frames)  # patches may overhang the smallest size
     few, more = (model.num_tokens(model.latent_shape(side * n, side, frames)) for n in (1, 2))
     require(isinstance(few, int) and few > 0, f"num_tokens gives {few!r}")
     require(more == 2 * few, f"num_tokens gives {few}, and {more} for twice the height")

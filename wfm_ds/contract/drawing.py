@@ -35,9 +35,10 @@ def _same_latents(subject: Subject, w: float, negative: str | None) -> None:
     if negative is not None:
         call["negative_prompt"] = negative
     want = subject.drawn(subject.stock(), grid, **call)
-    uncond = model.encode_negative([model.null_text(negative)] * 2) if w > 1 else None
-    conditioning = model.encode_text(PROMPTS)
-    got = denoise_latents(model, subject.noise(), conditioning, grid, solver="ode", guidance_scale=w, uncond=uncond)
+    null = model.caption(model.null_text(negative), *subject.size, negative=True)
+    uncond = model.encode_negative([null] * 2) if w > 1 else None
+    told = subject.told(model, PROMPTS)
+    got = denoise_latents(model, subject.noise(), told, grid, solver="ode", guidance_scale=w, uncond=uncond)
     require_close(f"the latents of two prompts at a guidance of {w:g}", got, want, case.close)
 
 
@@ -106,10 +107,10 @@ def given_frames(subject: Subject) -> None:
         return
     pixels, noise = subject.pixels(1), subject.noise(1)
     latents, grid = model.encode_pixels(pixels), model.sigmas(4, subject.shape)
-    text = model.encode_text(PROMPTS[:1])
+    text = subject.told(model, PROMPTS[:1])
     for count in [n for n in model.conditional_frames if n > 0]:
         pipeline, call = case.given(subject.folder, pixels, count)
-        call |= model.pipeline_call(1.0, *subject.size) | {"prompt": PROMPTS[:1], "latents": noise}
+        call = model.pipeline_call(1.0, *subject.size) | {"prompt": PROMPTS[:1], "latents": noise} | call
         want = subject.drawn(pipeline, grid, **call)
         conditioning = with_conditional_frames(text, latents, torch.tensor([count]))
         got = denoise_latents(model, noise, conditioning, grid, solver="ode")

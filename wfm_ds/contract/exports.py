@@ -12,8 +12,8 @@ import torch
 from peft import get_peft_model_state_dict
 from torch import Tensor
 
-from wfm_ds.checkpoint.adapter import load_adapter
-from wfm_ds.checkpoint.export import export
+from wfm_ds.checkpoint.adapter import load_adapter, load_part
+from wfm_ds.checkpoint.export import LORA_FILES, export
 from wfm_ds.checkpoint.target import ExportTarget
 from wfm_ds.contract.case import stock
 from wfm_ds.contract.denoiser import add_adapter
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from wfm_ds.models.base import DiffusionModel
 
 MATTERS = 1e-2  # how far training must have moved the latents for the comparison to say something
-WEIGHTS = "model.safetensors"
 
 
 @dataclass
@@ -51,11 +50,9 @@ def lora_export(subject: Subject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = export_to(Path(folder) / "out", model, lora=True)
         pipeline = stock(model.path, subject.case)
-        pipeline.load_lora_weights(str(out), weight_name=WEIGHTS, adapter_name="default")
-        if "transformer_2" in model.denoiser_parts:
-            second = {"weight_name": "model_2.safetensors", "load_into_transformer_2": True}
-            pipeline.load_lora_weights(str(out), adapter_name="default", **second)
-        active = pipeline.get_active_adapters()
+        for part in model.denoiser_parts:
+            load_part(pipeline, part, out / LORA_FILES[part])
+        active = pipeline.transformer.active_adapters()
         require(active == ["default"], f"plain diffusers has the adapters {active} after loading one")
         _same_pictures(subject, pipeline, model, before)
         again = subject.fresh()

@@ -73,7 +73,9 @@ def bfloat16_denoiser(subject: Subject) -> None:
     for name, parameter in low.denoiser.named_parameters():
         expected = torch.float32 if any(part in name.split(".") for part in kept) else torch.bfloat16
         require(parameter.dtype == expected, f"{name} is {parameter.dtype}, not {expected}")
-    others = {p.dtype for part in low.frozen_parts() for p in part.parameters()}
+    # A text encoder that is stored with the denoiser is loaded with it.
+    together = list(low.text_parts().values()) if {*low.text_folders()} & {*low.denoiser_parts} else []
+    others = {p.dtype for part in low.frozen_parts() if part not in together for p in part.parameters()}
     require(others == {torch.float32}, f"parts beside the denoiser are {others}, not float32 alone")
     arguments = subject.one_call(low)
     with torch.no_grad():

@@ -106,10 +106,14 @@ class Subject:
             conditioning = with_conditional_frames(conditioning, latents, torch.tensor([0, most])[:count])
         return noise, torch.tensor(self.case.sigmas[expert])[:count], conditioning
 
+    def told(self, model: DiffusionModel, prompts: Sequence[str]) -> Conditioning:
+        """The prompts as a run encodes them: with what the family's pipeline writes into them."""
+        return model.encode_text([model.caption(prompt, *self.size) for prompt in prompts])
+
     def sampled(self, model: DiffusionModel, steps: int = 3) -> Tensor:
         """Our own latents of PROMPTS and SEEDS, without guidance."""
         grid = model.sigmas(steps, self.shape)
-        return denoise_latents(model, self.noise(), model.encode_text(PROMPTS), grid, solver="ode")
+        return denoise_latents(model, self.noise(), self.told(model, PROMPTS), grid, solver="ode")
 
     def drawn(self, pipeline: Any, sigmas: Sequence[float] | Tensor, **call: Any) -> Tensor:
         """The latents that a stock pipeline makes, as the family has them."""

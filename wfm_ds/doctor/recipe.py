@@ -118,6 +118,8 @@ def estimated(recipe: Recipe, world_size: int) -> Estimate:
         own_family=settings.family,
         revision=settings.revision,
         max_sequence_length=settings.max_sequence_length,
+        fps=recipe.sampling.fps,
+        inputs=recipe.data.inputs,
     )
     device = "cuda" if uses_cuda() else "cpu"
     off = recipe.data.cache_text == "off" and recipe.data.cache_dir is None

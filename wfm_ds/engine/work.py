@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -57,10 +58,13 @@ class WorkCounter:
         self._warned = False
 
     @classmethod
-    def of(cls, denoiser: nn.Module, recipe: Recipe, targets: list[str]) -> WorkCounter:
-        """Copy a denoiser that is still whole and has no adapters. targets: where the recipe's adapters will be."""
+    def of(
+        cls, denoiser: nn.Module, recipe: Recipe, targets: list[str], frozen: AbstractSet[str] = frozenset()
+    ) -> WorkCounter:
+        """Copy a denoiser that is still whole and has no adapters. targets: where the recipe's adapters will be.
+        frozen: parameters that full training leaves as they are."""
         shadow = on_meta(denoiser)
-        make_trainable(shadow, recipe, targets, [])
+        make_trainable(shadow, recipe, targets, [], frozen)
         return cls(shadow, checkpointing=recipe.model.gradient_checkpointing)
 
     def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, differentiated: bool, adapters: bool) -> None:
@@ -101,11 +105,19 @@ class WorkCounter:
         return Work(samples * (forward + flops.backward), samples * flops.recompute)
 
 
-def make_trainable(shadow: nn.Module, recipe: Recipe, targets: Sequence[str], names: Sequence[str]) -> None:
+def make_trainable(
+    shadow: nn.Module,
+    recipe: Recipe,
+    targets: Sequence[str],
+    names: Sequence[str],
+    frozen: AbstractSet[str] = frozenset(),
+) -> None:
     """Give a copy on the meta device the adapters, flags and dtype that the engine gives the denoiser itself, which may
-    be stored in another dtype. names: of the adapters beside `default`."""
+    be stored in another dtype. names: of the adapters beside `default`. frozen: parameters that full training leaves
+    as they are."""
     if recipe.lora is None:
-        shadow.requires_grad_(True)
+        for name, parameter in shadow.named_parameters():
+            parameter.requires_grad_(name not in frozen)
     else:
         with torch.device("meta"):
             add_adapters(shadow, recipe.lora, targets, names, seed=0)

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -70,6 +71,7 @@ class DiffusionModel(ABC):
     # A family's default, which a loaded pipeline may narrow down or widen:
     denoiser_parts: tuple[str, ...] = ("transformer",)  # names in model_index.json; Wan 2.2 has two experts
     conditional_frames: tuple[int, ...] = (0,)  # how many first latent frames may be given (conditional_frames.py)
+    frozen: tuple[str, ...] = ()  # patterns of names in the denoiser's files that full training leaves as they are
 
     def __init__(
         self,
@@ -82,11 +84,13 @@ class DiffusionModel(ABC):
         prompt_template: str | None = None,
         leave_denoiser: bool = False,
         fps: float = FPS,
+        inputs: Collection[str] = (),
     ) -> None:
         """Take over `pipeline`: freeze all but the denoiser, and move everything to `device`.
 
         `prompt_template` is one of prompt_templates, or None for what is stored with the pipeline. `leave_denoiser`:
         but the denoiser, which an engine will place. `fps`: frames a second of all videos, for networks that are told.
+        `inputs`: names of what every sample is told besides text and frames, of `takes`.
         """
         if not hasattr(pipeline.scheduler, "sigmas"):
             name = type(pipeline.scheduler).__name__
@@ -101,6 +105,7 @@ class DiffusionModel(ABC):
         self.max_sequence_length = max_sequence_length or stock_argument(pipeline, "max_sequence_length")
         self.prompt_template = prompt_template
         self.fps = fps
+        self.inputs = frozenset(inputs)
         for part in self.frozen_parts():
             part.requires_grad_(False).eval()
         self.to(device)
@@ -151,20 +156,13 @@ class DiffusionModel(ABC):
     def check_prompts(self, prompts: Sequence[str]) -> None:  # noqa: B027, most families have no guardrail
         """ModelError if the pipeline's guardrail refuses a prompt that is to be generated from."""
 
-    def caption(
-        self,
-        text: str,
-        height: int,
-        width: int,
-        num_frames: int,
-        *,
-        negative: bool = False,
-        inputs: Collection[str] = (),
-    ) -> str:
-        """Return the text to encode for pixels of this size: some pipelines state it in the prompt.
+    def frozen_names(self) -> frozenset[str]:
+        """The denoiser's parameters that full training leaves as they are."""
+        return frozenset(name for name, _ in self.bare_denoiser.named_parameters() if matches(name, self.frozen))
 
-        negative: it is that of a NegativeText. inputs: names of what the sample is told besides, of `takes`.
-        """
+    def caption(self, text: str, height: int, width: int, num_frames: int, *, negative: bool = False) -> str:
+        """Return the text to encode for pixels of this size: some pipelines state it in the prompt. negative: it is
+        that of a NegativeText."""
         return text
 
     @abstractmethod
@@ -450,6 +448,11 @@ class DiffusionModel(ABC):
 def stock_argument(pipeline: Any, name: str) -> Any:
     """The default that the pipeline's own call has for an argument. Its helpers may have others."""
     return inspect.signature(type(pipeline).__call__).parameters[name].default
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a name is one of these, in which * stands for any characters."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 @contextmanager

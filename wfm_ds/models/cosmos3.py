@@ -7,7 +7,7 @@ text encoder (cosmos3_towers.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,7 +22,7 @@ from wfm_ds.errors import ModelError
 from wfm_ds.models import guardrail
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.conditional_frames import frames_in
-from wfm_ds.models.cosmos3_towers import GenerationLayer, TextTower, split
+from wfm_ds.models.cosmos3_towers import OF_TEXT, GenerationLayer, TextTower, split
 from wfm_ds.models.guardrail import Guardrail
 from wfm_ds.models.inputs import Input
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 TEXT_KEYS = ("text_keys", "text_values", "text_mask")
 EXPECTED_TOKENS = 512  # of a text, to reckon with before there is one; the pipeline cuts none
+UNUSED = ("audio_*", "action_proj_out.*")  # heads of what nothing here predicts
+OF_ACTIONS = ("action_*",)
 SYSTEM = {True: _SYSTEM_PROMPT_IMAGE, False: _SYSTEM_PROMPT_VIDEO}  # by: it is an image
 
 
@@ -54,6 +56,7 @@ class Cosmos3(DiffusionModel):
         if max_sequence_length is not None:
             raise ModelError(f"{path}: Cosmos3 reads prompts whole; remove model.max_sequence_length")
         super().__init__(pipeline, path, max_sequence_length=EXPECTED_TOKENS, **options)
+        self.frozen = (*OF_TEXT, *UNUSED, *(() if "actions" in self.inputs else OF_ACTIONS))
 
     @classmethod
     def extra_parts(cls, folder: Path, setting: Guardrail) -> dict[str, Any]:
@@ -89,23 +92,14 @@ class Cosmos3(DiffusionModel):
     def check_prompts(self, prompts: Sequence[str]) -> None:
         guardrail.refuse_unsafe(self.pipeline.safety_checker, prompts)
 
-    def caption(
-        self,
-        text: str,
-        height: int,
-        width: int,
-        num_frames: int,
-        *,
-        negative: bool = False,
-        inputs: Collection[str] = (),
-    ) -> str:
+    def caption(self, text: str, height: int, width: int, num_frames: int, *, negative: bool = False) -> str:
         """The system's sentence on a line of its own, then the text and what it is to be: its size and duration, in a
         negative text what it is not to be. With actions both are keys of a JSON object, and negative texts bare.
 
         A text that is a JSON object already stays as it is: it may say from where an action is seen, which is else
         taken to be the agent's own view."""
         is_image = num_frames == 1
-        if "actions" not in inputs:
+        if "actions" not in self.inputs:
             text = self.with_sentences(text, height, width, num_frames, negative)
         elif not negative and not text.lstrip().startswith("{"):
             text = self.pipeline._build_action_json_prompt(
@@ -216,7 +210,7 @@ class Cosmos3(DiffusionModel):
             temporal_compression=self.pipeline.vae_scale_factor_temporal,
             **{name: conditioning[name] for name in TEXT_KEYS},
             **{name: conditioning[name] for name in sorted(self.optional_keys & conditioning.keys())},
-        ).float()
+        )[0].float()
         return velocity if given is None else given.leave(velocity, latents, sigma)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:

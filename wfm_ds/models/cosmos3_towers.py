@@ -25,7 +25,13 @@ from torch import Tensor, nn
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines [B,n,D]."""
-OF_TEXT = ("embed_tokens", "norm", "lm_head")  # of the whole network, beside the layers' own
+OF_TEXT = (
+    *("embed_tokens.*", "norm.*", "lm_head.*", "layers.*.mlp.*"),
+    *("layers.*.input_layernorm.*", "layers.*.post_attention_layernorm.*"),
+    *("layers.*.self_attn.to_[qkv].*", "layers.*.self_attn.to_out.*"),
+    *("layers.*.self_attn.norm_[qk].*", "layers.*.self_attn.k_norm_und_for_gen.*"),
+)
+"""Patterns of the names of what the text alone uses."""
 
 
 def split(stock: Any) -> tuple[TextTower, GenerationTower]:
@@ -106,7 +112,7 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
     @functools.wraps(Cosmos3OmniTransformer.__init__)  # type: ignore[misc]
     def __init__(self, *arguments: Any, **config: Any) -> None:
         super().__init__(*arguments, **config)
-        for name in OF_TEXT:
+        for name in ("embed_tokens", "norm", "lm_head"):
             delattr(self, name)
         stock = self.get_submodule("layers").children()
         self.layers = nn.ModuleList(GenerationLayer(layer) for layer in stock)
@@ -125,8 +131,8 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         temporal_compression: int,
         actions: Tensor | None = None,
         domain: Tensor | None = None,
-    ) -> Tensor:
-        """Velocity [B,C,T,h,w] of latents in the compute dtype.
+    ) -> tuple[Tensor]:
+        """Velocity [B,C,T,h,w] of latents in the compute dtype; a tuple, as of diffusers' networks.
 
         time [B] float32, of sigma times 1000; free [B,T]: 1 on frames that are noisy, 0 on given ones. text_keys,
         text_values [B,L,G,K,D], text_mask [B,L] int64: 0 on padding. actions [B,F-1,A] with the domain [B] int64 of
@@ -139,11 +145,13 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         noisy = free.to(dtype).repeat_interleave(rows * columns, 1)
         tokens = tokens + noisy[..., None] * embedded[:, None]
         after_text = text_mask.sum(1) + self.config.unified_3d_mrope_temporal_modality_margin  # [B]
-        positions = [self.video_positions((num_frames, rows, columns), fps, temporal_compression)]
+        with tokens.device:
+            positions = [self.video_positions((num_frames, rows, columns), fps, temporal_compression)]
         if actions is not None:
             tokens = torch.cat([tokens, self.embedded_actions(actions.to(dtype), domain)], 1)
-            positions.append(self.action_positions(actions.shape[1], fps, temporal_compression))
-        rotation = self.rotation(torch.cat(positions, 1).to(tokens.device), after_text, dtype)
+            with tokens.device:
+                positions.append(self.action_positions(actions.shape[1], fps, temporal_compression))
+        rotation = self.rotation(torch.cat(positions, 1), after_text, dtype)
         # A text alone has no padding. A mask would keep the fast kernels away.
         mask = None if len(latents) == 1 else text_mask.bool()
         for index, layer in enumerate(self.layers):
@@ -153,7 +161,7 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
             else:
                 tokens = layer(tokens, *of_text, rotation)
         of_video = tokens[:, : num_frames * rows * columns]
-        return self.unpatchified(self.proj_out(self.norm_moe_gen(of_video)), shape)
+        return (self.unpatchified(self.proj_out(self.norm_moe_gen(of_video)), shape),)
 
     @property
     def time_dtype(self) -> torch.dtype:

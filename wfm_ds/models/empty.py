@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.loading import LIBRARIES, LOADING_ERRORS, network_class_of, read_json, stored_sequence_length
+from wfm_ds.recipe.stated import FPS
 
 META = torch.device("meta")
 
@@ -26,6 +28,8 @@ def load_empty(
     own_family: str | None = None,
     revision: str | None = None,
     max_sequence_length: int | None = None,
+    fps: float = FPS,
+    inputs: Collection[str] = (),
 ) -> DiffusionModel:
     """Load the family of a pipeline folder onto the meta device, in seconds and without its weights; it has no
     tokenizers, so no text can be encoded. ModelError as for `registry.resolve`, and for a config that cannot be read.
@@ -53,6 +57,8 @@ def load_empty(
         dtype=dtype,
         device=META,
         max_sequence_length=max_sequence_length or stored_sequence_length(folder),
+        fps=fps,
+        inputs=inputs,
     )
 
 

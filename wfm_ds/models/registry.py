@@ -10,6 +10,7 @@ import pkgutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,7 @@ def load(
     guardrail: Guardrail = "stock",
     mapped: bool = False,
     fps: float = FPS,
+    inputs: Collection[str] = (),
 ) -> DiffusionModel:
     """Load a pipeline, from safetensors only, with its denoiser in `dtype`, on `device`; offline, unless it is one of
     the hub that is not on this machine yet.
@@ -191,6 +193,7 @@ def load(
     mapped: leave the denoiser on the CPU and, if all its weights are stored in one dtype, in that one: pages of the
     files, shared by all processes of the machine, until an engine places them (placement.py).
     fps: frames a second of the videos that are made and trained on, for families whose network is told.
+    inputs: what every sample is told besides text and frames, as data.inputs names it.
     ModelError as for `resolve`, if a part is missing, damaged or does not fit its config, and for a guardrail to
     switch off or a prompt template to choose that the family does not have.
     """
@@ -227,6 +230,7 @@ def load(
         prompt_template=prompt_template,
         leave_denoiser=mapped,
         fps=fps,
+        inputs=inputs,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -145,18 +145,14 @@ class Sampler:
         texts: list[Sequence[Text]] = [[prompt.text for prompt in prompts]]
         if self.settings.is_guided():
             texts.append(negatives(self.model, self.settings, prompts))
-        inputs = [prompt.inputs for prompt in prompts]
-        embedded = [self.texts.encode(self.captioned(part, inputs, shape)) for part in texts]
-        besides = self.besides_text(inputs, conditional_frames, shape)
+        embedded = [self.texts.encode(self.captioned(part, shape)) for part in texts]
+        besides = self.besides_text([prompt.inputs for prompt in prompts], conditional_frames, shape)
         told = [{**text, **besides} for text in embedded]
         return Conditions(told[0], told[1] if len(told) == 2 else None)
 
-    def captioned(
-        self, texts: Sequence[Text], inputs: Sequence[Collection[str]], shape: Sequence[int] | None = None
-    ) -> list[Text]:
-        """These texts as the family encodes them, for latents of this shape, unless latent_shape. inputs: names of what
-        each sample is told besides."""
-        return captioned(self.model, texts, self.pixel_size(shape), self.settings.num_frames, inputs)
+    def captioned(self, texts: Sequence[Text], shape: Sequence[int] | None = None) -> list[Text]:
+        """These texts as the family encodes them, for latents of this shape, unless latent_shape."""
+        return captioned(self.model, texts, self.pixel_size(shape), self.settings.num_frames)
 
     def besides_text(
         self,

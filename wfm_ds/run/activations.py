@@ -48,7 +48,8 @@ def shadow_of(model: DiffusionModel, recipe: Recipe, policies: frozenset[str]) -
     targets = (recipe.lora and recipe.lora.target_modules) or list(model.default_lora_targets)
     if recipe.lora is not None:
         shadow.freeze_all_but(recipe.lora.trained_layers(targets))
-    make_trainable(denoiser, recipe, targets, sorted(policy_copies(policies, lora=True)))
+    copies = sorted(policy_copies(policies, lora=True))
+    make_trainable(denoiser, recipe, targets, copies, model.frozen_names())
     for parameter in shadow.pipeline.vae.parameters():
         parameter.data = parameter.data.to(DTYPES[recipe.model.vae_dtype])
     for network in getattr(denoiser, "networks", [denoiser]):

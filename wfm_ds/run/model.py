@@ -46,6 +46,7 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
         guardrail=settings.guardrail,
         mapped=settings.denoiser_init != "random",
         fps=size.fps,
+        inputs=recipe.data.inputs,
     )
     try:
         model.latent_shape(size.height, size.width, size.num_frames)

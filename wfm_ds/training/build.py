@@ -88,6 +88,7 @@ def build_engine(
         accumulation=max(derived.accumulation, len(model.sigma_ranges)),  # a micro-batch has terms of one expert
         total_updates=derived.total_updates,
         block_classes=model.block_classes,
+        frozen=model.frozen_names(),
         start=start,
     )
     model.denoiser = engine.forward_module

@@ -95,8 +95,7 @@ def needed_texts(recipe: Recipe, model: DiffusionModel, data: TrainingData) -> l
         by_size[size] += [*(prompt.text for prompt in prompts), *dropped]
         if guided and recipe.is_rl:
             by_size[size] += negatives(model, recipe.sampling, prompts)
-    frames, told = recipe.sampling.num_frames, recipe.data.inputs
-    found = [captioned(model, texts, size, frames, [told] * len(texts)) for size, texts in by_size.items()]
+    found = [captioned(model, texts, size, recipe.sampling.num_frames) for size, texts in by_size.items()]
     return list(dict.fromkeys(itertools.chain(*found)))
 
 

@@ -181,10 +181,7 @@ def row_work(recipe: Recipe, model: LanguageModel) -> RowWork:
 def trained_shadow(recipe: Recipe, model: LanguageModel) -> nn.Module:
     """Copy the network onto the meta device, with the adapters and flags that the engine will give it."""
     shadow = on_meta(model.network)
-    make_trainable(shadow, recipe, targets_of(recipe, model), [])
-    if recipe.lora is None:
-        for name in model.frozen(recipe.language.freeze):
-            shadow.get_parameter(name).requires_grad_(False)
+    make_trainable(shadow, recipe, targets_of(recipe, model), [], model.frozen(recipe.language.freeze))
     return shadow
 
 

@@ -183,8 +183,7 @@ class SftLoop(Loop):
         for sample in samples:
             framing = sample.framing
             size = (framing.height, framing.width) if framing and shape is None else sampler.pixel_size(shape)
-            told = [sample.prompt.inputs]
-            found += captioned(self.job.model, [self.caption(sample)], size, sampler.settings.num_frames, told)
+            found += captioned(self.job.model, [self.caption(sample)], size, sampler.settings.num_frames)
         return found
 
     def caption(self, sample: TrainingSample) -> Text:
@@ -305,12 +304,7 @@ class ValidationLoss:
             noise=noise,
             latents=noisy_latents(clean, noise, sigma),
             sigma=sigma,
-            texts=self.job.sampler.captioned(
-                [sample.prompt.text for sample in samples],
-                [sample.prompt.inputs for sample in samples],
-                clean.shape[1:],
-            )
-            * times,
+            texts=self.job.sampler.captioned([sample.prompt.text for sample in samples], clean.shape[1:]) * times,
             inputs=[sample.prompt.inputs for sample in samples] * times,
             num_frames=conditional_counts(self.settings, draws * times),
         )
