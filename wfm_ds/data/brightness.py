@@ -13,31 +13,36 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from wfm_ds.data.moving import write_video
 from wfm_ds.errors import DataError
 from wfm_ds.program import program
 from wfm_ds.seeds import derive_seed
-from wfm_reward.brightness_world import MOVES, NUM_ACTIONS, STARTS, actions_of, levels_of, pixels
+from wfm_reward.brightness_world import MOVES, NUM_ACTIONS, STARTS, Frames, actions_of, levels_of, pixels
 
-NUM_CLIPS, NUM_HELD_OUT = 512, 256
+NUM_CLIPS, NUM_HELD_OUT = 4096, 256
 WRONG = 0.5  # of the clips to learn from
 PROMPT = "a grey wall"
+PROMPTS, START = "prompts.txt", "start.png"
+PROMPTS, START = "prompts.txt", "start.png"
 
 
-def write_clip(folder: Path, number: int, *, wrong: float) -> None:
-    """Write NNNN.mkv, .json and .actions.npy; with this probability the actions are not those of the clip."""
+def write_clip(folder: Path, number: int, *, wrong: float) -> Frames:
+    """Write NNNN.mkv, .json and .actions.npy, and return the frames; with this probability the actions are others."""
     draw = np.random.Generator(np.random.PCG64(derive_seed(0, "brightness", folder.name, number)))
     moves, others = draw.choice(MOVES, size=(2, NUM_ACTIONS))
-    stem, start = f"{number:04}", draw.uniform(-STARTS, STARTS)
-    write_video(folder / f"{stem}.mkv", pixels(levels_of(start, moves)))
+    stem, frames = f"{number:04}", pixels(levels_of(draw.uniform(-STARTS, STARTS), moves))
+    write_video(folder / f"{stem}.mkv", frames)
     np.save(folder / f"{stem}.actions.npy", actions_of(others if draw.random() < wrong else moves))
     (folder / f"{stem}.json").write_text(json.dumps({"prompt": PROMPT, "actions": f"{stem}.actions.npy"}) + "\n")
+    return frames
 
 
 def write_brightness(out: Path) -> int:
-    """Write clips/NNNN.mkv with .json and .actions.npy (512 clips, half of which tell a wrong trajectory) and as many
-    of held_out/ (256, all true); return the number of clips to learn from. The same bytes on every run.
+    """Write clips/NNNN.mkv with .json and .actions.npy (4096 clips, half of which tell a wrong trajectory), held_out/
+    (256, all true), prompts.txt, and start.png, the first frame of the last of these; return the number of clips to
+    learn from. The same bytes on every run with the same versions.
 
     Raises DataError if the folder exists and is not empty.
     """
@@ -46,7 +51,9 @@ def write_brightness(out: Path) -> int:
     for name, count, wrong in (("clips", NUM_CLIPS, WRONG), ("held_out", NUM_HELD_OUT, 0.0)):
         (out / name).mkdir(parents=True)
         for number in range(1, count + 1):
-            write_clip(out / name, number, wrong=wrong)
+            frames = write_clip(out / name, number, wrong=wrong)
+    (out / PROMPTS).write_text(PROMPT + "\n")
+    Image.fromarray(frames[0]).save(out / START)
     return NUM_CLIPS
 
 

@@ -12,13 +12,15 @@ from wfm_reward.brightness_world import MOVES, NUM_ACTIONS, STARTS, Frames, chan
 
 NUM_CLIPS = 400
 NEIGHBOURS = 5
+NEAR = 0.05  # root of the mean square of the difference, of brightness in -1..1
 
 
 class SeenAction(Reward):
     """Share of the actions that a classifier reads from the pixels of the two frames that each lies between.
 
-    It has the NEIGHBOURS nearest pairs of frames of true clips vote. The reward looks at means of frames alone: a video
-    that has these right and is otherwise no clip of the world fools the reward and not the judge.
+    It has the NEIGHBOURS nearest pairs of frames of true clips vote, and reads nothing where even the nearest is more
+    than NEAR away. The reward looks at means of frames alone: a video that has these right and is otherwise no clip of
+    the world fools the reward and not the judge.
     """
 
     name = "seen_action"
@@ -45,7 +47,10 @@ class SeenAction(Reward):
             wanted, _ = moves_of(item.inputs["actions"]), changes(item.frames)
         except ValueError as error:
             return item.failed(str(error))
-        return item.scored(float((self._judge.predict(pairs(item.frames)) == wanted).mean()))
+        seen = pairs(item.frames)
+        distances, _ = self._judge.kneighbors(seen, 1)
+        is_read = distances[:, 0] / seen.shape[1] ** 0.5 < NEAR
+        return item.scored(float((is_read & (self._judge.predict(seen) == wanted)).mean()))
 
 
 def pairs(frames: Frames) -> npt.NDArray[np.float32]:
