@@ -140,7 +140,7 @@ def test_poses_come_from_a_service():
         try:
             reward = loaded("camera_following", url=f"http://127.0.0.1:{server.server_port}")
             told = np.stack([turned(10 * i, (i, 0, 0)) for i in range(3)])
-            assert scored(reward, np.ones((3, 4, 4, 3), np.uint8), c2w=told).value == pytest.approx(1, abs=1e-3)  # arccos
+            assert scored(reward, np.ones((3, 4, 4, 3), np.uint8), c2w=told).value == pytest.approx(1, abs=1e-3)
             assert "returned [2, 4, 4]" in scored(reward, np.ones((2, 4, 4, 3), np.uint8), c2w=told).failure
             with pytest.raises(RewardError, match="did not answer with poses"):
                 scored(reward, np.zeros((3, 4, 4, 3), np.uint8), c2w=told)
