@@ -47,7 +47,14 @@ def moves_of(actions: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
 def changes(frames: Frames) -> Levels:
     """Return the changes [4] of brightness from each frame [5,8,16,3] to the next, in steps. Raises ValueError for
     frames of another shape."""
+    return pixel_changes(frames).mean(axis=1)
+
+
+def pixel_changes(frames: Frames) -> Levels:
+    """Return the differences [4, 8 * 16 * 3] of each pixel from the mean of the frame before, in steps. Raises
+    ValueError for frames of another shape than [5,8,16,3]."""
     if frames.shape != (NUM_FRAMES, HEIGHT, WIDTH, 3):
         raise ValueError(f"the video is {list(frames.shape)}, not {[NUM_FRAMES, HEIGHT, WIDTH, 3]}")
-    found: Levels = np.diff(frames.mean(axis=(1, 2, 3), dtype=np.float32)) / (127.5 * STEP)
+    levels = frames.reshape(NUM_FRAMES, -1).astype(np.float32) / 127.5 - 1
+    found: Levels = (levels[1:] - levels[:-1].mean(axis=1, keepdims=True)) / STEP
     return found

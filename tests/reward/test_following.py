@@ -61,11 +61,13 @@ def test_another_trajectory_and_a_half_step_cost():
     assert half.value == pytest.approx(1 - 0.3 * 3 / 4, abs=0.03)
 
 
-def test_right_means_of_wrong_frames_fool_the_reward_and_not_the_judge():
+def test_right_means_of_wrong_frames_follow_and_fool_neither_the_reward_nor_the_judge():
     frames = pixels(levels_of(0.0, MOVES)).astype(int)
     stripes = np.where(np.arange(16) % 2, 40, -40)[None, None, :, None] * np.ones((5, 1, 1, 1), int)
     fooled = (frames + stripes).astype(np.uint8)
-    assert scored(loaded("brightness"), fooled, actions=actions_of(MOVES)).parts["following"] == 1
+    score = scored(loaded("brightness"), fooled, actions=actions_of(MOVES))
+    assert score.parts["following"] == 1
+    assert score.value < 0  # the reward itself is not fooled: its residual is of pixels
     assert scored(loaded("seen_action"), fooled, actions=actions_of(MOVES)).value == 0
 
 

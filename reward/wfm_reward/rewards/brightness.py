@@ -7,14 +7,14 @@ from typing import ClassVar
 import numpy as np
 
 from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
-from wfm_reward.brightness_world import changes, moves_of
+from wfm_reward.brightness_world import changes, moves_of, pixel_changes
 
 MOST = 10.0  # steps of brightness from black to white
 
 
 class Brightness(Reward):
-    """Share of the actions that are followed, less the mean distance of a change from the nearest of the three moves,
-    in steps.
+    """Share of the actions that are followed, less the mean distance of a frame's pixels from one that the nearest of
+    the three moves leads to, in steps.
 
     Parts: `following`, the share alone; `residual`, that distance; `still`, the share of the actions without a button
     that change nothing, where there are any.
@@ -41,7 +41,7 @@ class Brightness(Reward):
             return item.failed(str(error))
         seen = np.rint(np.clip(found, -1, 1))
         right = seen == wanted
-        residual = float(np.abs(found - seen).mean())
+        residual = float(np.abs(pixel_changes(item.frames) - seen[:, None]).mean())
         parts = {"following": float(right.mean()), "residual": residual}
         if (wanted == 0).any():
             parts["still"] = float(right[wanted == 0].mean())

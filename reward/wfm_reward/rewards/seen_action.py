@@ -12,7 +12,7 @@ from wfm_reward.brightness_world import MOVES, NUM_ACTIONS, STARTS, Frames, chan
 
 NUM_CLIPS = 400
 NEIGHBOURS = 5
-NEAR = 0.05  # root of the mean square of the difference, of brightness in -1..1
+NEAR = 0.15  # root of the mean square of the difference, of brightness in -1..1
 
 
 class SeenAction(Reward):
