@@ -17,6 +17,7 @@ from benchmarks.learning.variants import Variant
 from wfm_ds.errors import UserError
 from wfm_ds.quickstart.command import prepare, train_start
 from wfm_ds.quickstart.digits import Digits
+from wfm_ds.quickstart.world import World
 
 REVISION = "REVISION"
 # One rank does the work of the two that the recipes are written for; neither changes what is computed.
@@ -34,13 +35,15 @@ class Run:
     overrides: tuple[str, ...] = ()
 
 
-def train_starts(out: Path, seeds: Sequence[int]) -> None:
-    """Prepare the digits, and train the model once for each seed, by the quickstart's recipe, unless it is there."""
+def train_starts(out: Path, seeds: Sequence[int], world: World | None = None) -> None:
+    """Prepare a world (the digits), and train the model once for each seed, by the quickstart's recipe, unless it is
+    there."""
+    world = world or Digits()
     if not (out / "data").exists():
-        prepare(Digits(), out)
+        prepare(world, out)
     for seed in seeds:
         if not is_finished(out / f"sft_{seed}"):
-            train_start(Digits(), out, out / f"sft_{seed}", seed)
+            train_start(world, out, out / f"sft_{seed}", seed)
 
 
 def train_all(out: Path, runs: Sequence[Run], jobs: int) -> None:

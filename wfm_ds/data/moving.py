@@ -1,7 +1,7 @@
 """`python -m wfm_ds.data.moving OUT_DIR`: the video quickstart's data, shapes that move, drawn on this machine.
 
-Every clip of the world (wfm_reward/moving_world.py) as a lossless video, some twenty times. A third of the captions name
-a wrong direction: what learns from them alone moves wrong as often, and reinforcement learning has something to mend.
+Every clip of the world (wfm_reward/moving_world.py) as a lossless video, twenty times. A third of the captions name a
+wrong direction: what learns from them alone moves wrong as often, and reinforcement learning has something to mend.
 """
 
 from __future__ import annotations

@@ -52,15 +52,7 @@ def run(args: argparse.Namespace) -> None:
     prepare(world, output)
     start = train_start(world, output, output / "sft", args.seed)
     folder = output / args.rl
-    improve = [f"run.seed={args.seed}", f"reward.shuffle={str(args.control).lower()}"]
-    train(
-        f"{world.name}/{args.rl}",
-        f"run.output_dir={folder}",
-        f"model.path={start['artifacts']['pipeline']}",
-        f"data.path={output / 'data' / world.asked}",
-        *world.rl_overrides(output),
-        *improve,
-    )
+    improve(world, output, folder, start, args.seed, f"reward.shuffle={str(args.control).lower()}")
     show(world, output, folder, seconds=time.monotonic() - began)
 
 
@@ -95,7 +87,7 @@ def prepare(world: World, folder: Path) -> None:
     write_tiny(world.name, folder / "model")
 
 
-def train_start(world: World, folder: Path, out: Path, seed: int) -> Mapping[str, Any]:
+def train_start(world: World, folder: Path, out: Path, seed: int, *overrides: str) -> Mapping[str, Any]:
     """Train the world's model by SFT from random weights, with what `prepare` left in the folder; its result.json."""
     return train(
         f"{world.name}/sft",
@@ -104,6 +96,23 @@ def train_start(world: World, folder: Path, out: Path, seed: int) -> Mapping[str
         f"model.path={folder / 'model'}",
         f"data.path={folder / 'data' / world.media}",
         *world.sft_overrides(folder),
+        *overrides,
+    )
+
+
+def improve(
+    world: World, folder: Path, out: Path, start: Mapping[str, Any], seed: int, *overrides: str
+) -> Mapping[str, Any]:
+    """Train what SFT left, as its result.json `start` says, by the recipe that the folder `out` is named after; its
+    result.json."""
+    return train(
+        f"{world.name}/{out.name}",
+        f"run.output_dir={out}",
+        f"run.seed={seed}",
+        f"model.path={start['artifacts']['pipeline']}",
+        f"data.path={folder / 'data' / world.asked}",
+        *world.rl_overrides(folder),
+        *overrides,
     )
 
 

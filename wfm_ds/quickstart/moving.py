@@ -18,7 +18,7 @@ from wfm_reward.moving_world import NUM_PLACES, Frames, cells_of, nearest
 REWARD = "val/reward/moving"
 JUDGE = "val/judge/nearest_clip"
 METRICS: Mapping[str, str] = {
-    "reward: way in the right direction x guard": f"{REWARD}/mean",
+    "reward": f"{REWARD}/mean",
     "- moves more than half of the way in the right direction": f"{REWARD}/right_way/mean",
     "- looks like the shape in every frame": f"{REWARD}/identity/mean",
     "judge: nearest real clip has the right shape": f"{JUDGE}/mean",

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from wfm_ds.recipe.file import load
-
 Metrics = Mapping[str, float]
 
 
@@ -51,6 +49,8 @@ class World(ABC):
 
 def sft_pipeline(run: Path) -> str:
     """The pipeline folder that the RL run started from, as its resolved recipe names it."""
+    from wfm_ds.recipe.file import load  # a third of a second that --help need not pay
+
     return load(run / "recipe.yaml").model.path
 
 

@@ -10,27 +10,28 @@ from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
 from wfm_reward.moving_world import DIRECTIONS, NUM_FRAMES, SHAPES, SIDE, Cells, cells_of, mask
 
 WAY = NUM_FRAMES - 1  # cells from the first to the last frame
+ENOUGH_LIGHT = 16  # bright cells: the shapes have 4 to 9
 
 
 class Moving(Reward):
-    """Way that the brightness goes in the direction asked for, 0 to 1 of it, times a guard, 0 to 1.
+    """Way that the brightness goes in the direction asked for, 0 to 1 of it, times `what`, 0 to 1.
 
-    `guard: identity`: what moves is the shape asked for, in every frame. `guard: steady`: it has the same brightness in
-    every frame, whatever it looks like, which any blob has: a reward to be fooled. Metadata: `shape`, `direction`.
+    `what: shape`, part `identity`: the shape asked for is what goes, in every frame. `what: light`, part `light`: the
+    more light goes the better, whatever it looks like: a reward to be fooled. Metadata: `shape`, `direction`.
     """
 
     name = "moving"
     media = frozenset({"video"})
-    outputs: ClassVar = {part: Range(0.0, 1.0) for part in ("moving", "way", "right_way", "identity", "steady")}
+    outputs: ClassVar = {part: Range(0.0, 1.0) for part in ("moving", "way", "right_way", "identity", "light")}
     primary = "moving"
     needs = ("shape", "direction")
 
-    def __init__(self, device: str = "cpu", *, guard: str = "identity") -> None:
-        """`guard`: identity or steady. Raises ValueError for others."""
+    def __init__(self, device: str = "cpu", *, what: str = "shape") -> None:
+        """`what`: shape or light. Raises ValueError for others."""
         super().__init__(device)
-        if guard not in ("identity", "steady"):
-            raise ValueError(f"guard {guard!r} is none: use identity or steady")
-        self.guard = guard
+        if what not in ("shape", "light"):
+            raise ValueError(f"what {what!r} is none of shape and light: name one")
+        self.what = what
 
     def score(self, batch: MediaBatch) -> list[Score]:
         return [self._score(item) for item in batch]
@@ -43,9 +44,9 @@ class Moving(Reward):
             cells = cells_of(item.frames)
         except ValueError as error:
             return item.failed(str(error))
-        gone = way(cells, direction)
-        parts = {"way": gone, "identity": identity(cells, shape), "steady": steady(cells)}
-        return item.scored(gone * parts[self.guard], right_way=float(gone > 0.5), **parts)
+        gone, alike, bright = way(cells, direction), identity(cells, shape), light(cells)
+        value = gone * (alike if self.what == "shape" else bright)
+        return item.scored(value, way=gone, right_way=float(gone > 0.5), identity=alike, light=bright)
 
 
 def way(cells: Cells, direction: str) -> float:
@@ -72,7 +73,6 @@ def identity(cells: Cells, shape: str) -> float:
     return float(np.clip(1 - errors / np.square(template).sum(), 0, 1).mean())
 
 
-def steady(cells: Cells) -> float:
-    """Return the brightness of the darkest frame over that of the brightest."""
-    sums = cells.sum(axis=(1, 2))
-    return float(sums.min() / (sums.max() + 1e-6))
+def light(cells: Cells) -> float:
+    """Return the mean brightness of the frames over that of ENOUGH_LIGHT bright cells, at most 1."""
+    return float(min(1.0, cells.sum(axis=(1, 2)).mean() / ENOUGH_LIGHT))

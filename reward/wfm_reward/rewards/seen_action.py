@@ -19,8 +19,7 @@ class SeenAction(Reward):
     """Share of the actions that a classifier reads from the pixels of the two frames that each lies between.
 
     It has the NEIGHBOURS nearest pairs of frames of true clips vote, and reads nothing where even the nearest is more
-    than NEAR away. The reward looks at means of frames alone: a video that has these right and is otherwise no clip of
-    the world fools the reward and not the judge.
+    than NEAR away. The reward measures changes; this asks what true clips look like.
     """
 
     name = "seen_action"
