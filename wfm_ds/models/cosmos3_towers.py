@@ -11,7 +11,6 @@ of a head, W channels of a token, A of an action.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from typing import Any
@@ -41,7 +40,6 @@ def split(stock: Any) -> tuple[TextTower, GenerationTower]:
         tower: GenerationTower = GenerationTower.from_config(stock.config)
     wanted = tower.state_dict().keys()
     tower.load_state_dict({name: x for name, x in stock.state_dict().items() if name in wanted}, assign=True)
-    tower.rotary_emb = stock.rotary_emb  # its table is no part of a state dict
     return text, tower.train(stock.training)
 
 
@@ -52,13 +50,13 @@ class TextTower(nn.Module):
         super().__init__()
         self.embed_tokens = stock.embed_tokens
         self.layers = nn.ModuleList(TextLayer(layer) for layer in stock.layers)
-        self.rotary_emb = copy.deepcopy(stock.rotary_emb)
+        self.config = stock.config
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [L,G,K,D] of one text's ids [L] int64: turned by their position, as the video meets them."""
         states = self.embed_tokens(ids)[None]
         positions = torch.arange(len(ids), dtype=torch.float32, device=ids.device).expand(3, 1, -1)
-        rotation = self.rotary_emb(positions, device=states.device, dtype=states.dtype)
+        rotation = tables(self.config, positions, states.dtype)
         keys, values = [], []
         for layer in self.layers:
             states, key, value = layer(states, rotation)
@@ -112,7 +110,7 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
     @functools.wraps(Cosmos3OmniTransformer.__init__)  # type: ignore[misc]
     def __init__(self, *arguments: Any, **config: Any) -> None:
         super().__init__(*arguments, **config)
-        for name in ("embed_tokens", "norm", "lm_head"):
+        for name in ("embed_tokens", "norm", "lm_head", "rotary_emb"):
             delattr(self, name)
         stock = self.get_submodule("layers").children()
         self.layers = nn.ModuleList(GenerationLayer(layer) for layer in stock)
@@ -221,8 +219,7 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         moved[0] += after_text[:, None]
         if not self.config.unified_3d_mrope_reset_spatial_ids:
             moved[1:] += after_text[:, None]
-        cos, sin = self.rotary_emb(moved, device=moved.device, dtype=dtype)
-        return cos, sin
+        return tables(self.config, moved, dtype)
 
 
 class GenerationLayer(nn.Module):
@@ -301,10 +298,8 @@ class GenerationAttention(nn.Module, AttentionModuleMixin):  # type: ignore[misc
 
     def projected(self, tokens: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B,N,H,D], keys and values [B,N,K,D], queries and keys turned by their position."""
-        query, key, value = (
-            part(tokens).unflatten(-1, (-1, self.head_dim))
-            for part in (self.add_q_proj, self.add_k_proj, self.add_v_proj)
-        )
+        parts: list[nn.Module] = [self.add_q_proj, self.add_k_proj, self.add_v_proj]
+        query, key, value = (part(tokens).unflatten(-1, (-1, self.head_dim)) for part in parts)
         return rotated(self.norm_added_q(query), rotation), rotated(self.norm_added_k(key), rotation), value
 
     def forward(self, *arguments: Any) -> Tensor:
@@ -322,6 +317,22 @@ class DomainLinear(DomainAwareLinear):  # type: ignore[misc]
         weight = self.fc(domain_id).view(len(x), self.input_size, self.output_size)
         made: Tensor = torch.bmm(x, weight) + self.bias(domain_id)[:, None]
         return made
+
+
+def tables(config: Any, positions: Tensor, dtype: torch.dtype) -> Rotation:
+    """Cosines and sines [B,n,D] for positions [3,B,n] float32: what the stock network's module gives.
+
+    That has its frequencies in a buffer, and whoever casts the network to bfloat16 casts them: at position 15000 they
+    would turn by any angle."""
+    size, axes = config.head_dim, config.rope_axes_dim
+    with positions.device:
+        frequencies = 1 / config.rope_theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+        axis = torch.zeros(size // 2, dtype=torch.long)  # by channel: time, height or width
+    for which in (1, 2):
+        axis[which : 3 * axes[which] : 3] = which
+    angles = positions[axis].movedim(0, -1) * frequencies
+    twice = torch.cat([angles, angles], -1)
+    return twice.cos().to(dtype), twice.sin().to(dtype)
 
 
 def rotated(x: Tensor, rotation: Rotation) -> Tensor:

@@ -31,6 +31,8 @@ def run_pipeline(pipeline, call):
     """Its picture, or the first frame of its video."""
     pipeline.set_progress_bar_config(disable=True)
     output = pipeline(**call, generator=torch.Generator().manual_seed(0), output_type="pt")
+    if hasattr(output, "video"):
+        return output.video[:1]
     return output.images if hasattr(output, "images") else output.frames[:, 0]
 
 
