@@ -47,7 +47,8 @@ def moves_of(actions: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
 def changes(frames: Frames) -> Levels:
     """Return the changes [4] of brightness from each frame [5,8,16,3] to the next, in steps. Raises ValueError for
     frames of another shape."""
-    return pixel_changes(frames).mean(axis=1)
+    found: Levels = pixel_changes(frames).mean(axis=1)
+    return found
 
 
 def pixel_changes(frames: Frames) -> Levels:

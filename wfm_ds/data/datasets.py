@@ -94,8 +94,8 @@ def load_data(recipe: Recipe) -> TrainingData:
         found = scanned(data, data.shards, pairs=recipe.algorithm.takes_pairs)
         (samples, held_out), bad = divided(found, recipe), found.bad
     of_data = distinct(held_out or samples) if samples or data.streaming else prompts
-    if of_data is not prompts and recipe.algorithm.num_conditional_frames[1] > 0:
-        # Two media of one caption are two beginnings.
+    if of_data is not prompts and (recipe.algorithm.num_conditional_frames[1] > 0 or data.inputs):
+        # Two media of one caption are two beginnings, or are told different things.
         of_data = list({sample.prompt.id: sample.prompt for sample in held_out or samples}.values())
     shown = load_prompt_file(validation.prompts) if validation.prompts else of_data
     shown = shown[: validation.num_prompts]

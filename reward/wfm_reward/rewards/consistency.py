@@ -36,7 +36,7 @@ class Consistency(Reward):
         return [self._score(item) for item in batch]
 
     def _score(self, item: MediaItem) -> Score:
-        frames = item.frames.astype(np.float32) / 255
+        frames = np.divide(item.frames, 255, dtype=np.float32)
         if len(frames) < 3:
             return item.failed(f"the video has {len(frames)} frames, and flicker shows in three")
         decibels = psnr(frames[0], frames[1])
