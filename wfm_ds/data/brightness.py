@@ -21,9 +21,9 @@ from wfm_ds.program import program
 from wfm_ds.seeds import derive_seed
 from wfm_reward.brightness_world import MOVES, NUM_ACTIONS, STARTS, Frames, actions_of, levels_of, pixels
 
-NUM_CLIPS, NUM_HELD_OUT = 4096, 256
+NUM_CLIPS, NUM_HELD_OUT = 2048, 256
 WRONG = 0.5  # of the clips to learn from
-PROMPT = "a grey wall"
+PROMPT = json.dumps({"caption": "a grey wall"})  # a JSON object, as captions of actions are: taken as it is, so short
 PROMPTS, START = "prompts.txt", "start.png"
 PROMPTS, START = "prompts.txt", "start.png"
 
@@ -40,7 +40,7 @@ def write_clip(folder: Path, number: int, *, wrong: float) -> Frames:
 
 
 def write_brightness(out: Path) -> int:
-    """Write clips/NNNN.mkv with .json and .actions.npy (4096 clips, half of which tell a wrong trajectory), held_out/
+    """Write clips/NNNN.mkv with .json and .actions.npy (2048 clips, half of which tell a wrong trajectory), held_out/
     (256, all true), prompts.txt, and start.png, the first frame of the last of these; return the number of clips to
     learn from. The same bytes on every run with the same versions.
 

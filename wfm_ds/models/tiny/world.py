@@ -37,7 +37,7 @@ def build() -> tuple[Cosmos3OmniPipeline, dict[str, Any]]:
     """The pipeline, and the arguments of its call for one video."""
     pipeline = assemble(TRANSFORMER, exact_vae(), flow_shift=1.0)
     return pipeline, {
-        "prompt": "a grey wall",
+        "prompt": '{"caption": "a grey wall"}',
         "height": 8,
         "width": 16,
         "num_frames": 5,
