@@ -1,4 +1,4 @@
-"""The action world's data: true and wrong trajectories, and what an end-to-end run of it must show (by hand: minutes)."""
+"""The action world's data: true and wrong trajectories; and what a whole run of it must show (by hand: minutes)."""
 
 import re
 import subprocess
