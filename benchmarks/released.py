@@ -17,11 +17,17 @@ import torch
 from diffusers import (
     AutoencoderDC,
     AutoencoderKL,
+    AutoencoderKLFlux2,
+    AutoencoderKLQwenImage,
     AutoencoderKLWan,
     Cosmos2_5_PredictBasePipeline,
     CosmosTransformer3DModel,
     DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Transformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
     SanaPipeline,
     SanaTransformer2DModel,
     SanaVideoPipeline,
@@ -123,6 +129,7 @@ cosmos = partial(
 )
 # Parameters of text encoders.
 GEMMA_2B, UMT5_XXL, QWEN_7B = 2_610_000_000, 5_680_000_000, 8_290_000_000
+QWEN3_4B = 4_020_000_000
 
 RELEASED = {
     "sd35m": Released(
@@ -199,6 +206,44 @@ RELEASED = {
         conditioning={"prompt_embeds": (300, 2304), "prompt_attention_mask": (300,)},
         size=(1024, 1024, 1),
         text_parameters=GEMMA_2B,
+    ),
+    "flux2_klein": Released(
+        title="FLUX.2-klein base 4B",
+        folder="FLUX.2-klein-base-4B",
+        pipeline=Flux2KleinPipeline,
+        transformer=partial(
+            Flux2Transformer2DModel,
+            num_layers=5,
+            num_single_layers=20,
+            num_attention_heads=24,
+            joint_attention_dim=3 * 2560,
+            guidance_embeds=False,
+        ),
+        vae=AutoencoderKLFlux2,
+        scheduler=partial(FlowMatchEulerDiscreteScheduler, use_dynamic_shifting=True, shift=3.0),
+        conditioning={"prompt_embeds": (512, 3 * 2560)},
+        size=(1024, 1024, 1),
+        text_parameters=QWEN3_4B,
+    ),
+    "qwen_image": Released(
+        title="Qwen-Image 20B",
+        folder="Qwen-Image",
+        pipeline=QwenImagePipeline,
+        transformer=QwenImageTransformer2DModel,
+        vae=AutoencoderKLQwenImage,
+        scheduler=partial(
+            FlowMatchEulerDiscreteScheduler,
+            use_dynamic_shifting=True,
+            base_shift=0.5,
+            max_shift=0.9,
+            base_image_seq_len=256,
+            max_image_seq_len=8192,
+            shift=1.0,
+            shift_terminal=0.02,
+        ),
+        conditioning={"prompt_embeds": (512, 3584), "prompt_embeds_mask": (512,)},
+        size=(1024, 1024, 1),
+        text_parameters=QWEN_7B,
     ),
     "sana_video": Released(
         title="SANA-Video 2B",

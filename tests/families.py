@@ -102,7 +102,10 @@ CASES = {
         frame_axis=True,
         blocks=JOINT,
         # The last block drops its text output.
-        without_gradient=tuple(f"transformer_blocks.1.attn.{layer}" for layer in ("add_q_proj", "to_add_out")),
+        without_gradient=tuple(
+            f"transformer_blocks.1.{layer}"
+            for layer in ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "txt_mlp")
+        ),
     ),
     "sana_video": Case(size=(32, 64, 5), given=sana_video_given, blocks=JOINT),
 }

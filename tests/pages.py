@@ -1,4 +1,4 @@
-"""The code that pages of docs/ show, as files."""
+"""The code that pages of docs/ show, as text and as files."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,12 @@ from pathlib import Path
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-def write_code(page, name, folder):
-    """Write the Python file that the page shows, whose first line is `# NAME`, into the folder."""
+def code(page, name):
+    """The Python file that the page shows, whose first line is `# NAME`."""
     [text] = re.findall(rf"```python\n(# {re.escape(name)}\n.*?)```", (DOCS / page).read_text(), re.DOTALL)
-    (folder / name).write_text(text)
+    return text
+
+
+def write_code(page, name, folder):
+    """Write it into the folder."""
+    (folder / name).write_text(code(page, name))

@@ -26,7 +26,7 @@ FLOORS = (
     ("engine", "data", "algorithms"),
     ("models", "monitoring"),
     ("checkpoint",),
-    ("run", "language", "evaluation"),
+    ("run", "language", "evaluation", "contract"),
     ("rollout",),
     ("training",),
     ("train", "generate", "convert", "quickstart", "launch", "recipe_docs", "doctor", "migrate"),
@@ -35,7 +35,7 @@ FLOORS = (
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # A command that stands in a room for the sake of its name: nobody imports it, and it may use everything.
-COMMANDS_IN_ROOMS = {"wfm_ds.data.prepare", "wfm_ds.monitoring.page"}
+COMMANDS_IN_ROOMS = {"wfm_ds.data.prepare", "wfm_ds.models.check", "wfm_ds.monitoring.page"}
 MOST_ON_TOP = 15
 
 

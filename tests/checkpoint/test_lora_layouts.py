@@ -16,9 +16,10 @@ from wfm_ds.checkpoint.lora_file import LoraSource, named_tensors, settings_of
 from wfm_ds.checkpoint.lora_layers import LoraLayer, alpha_of, fused, same, split
 from wfm_ds.checkpoint.lora_layouts import comfyui, kohya
 from wfm_ds.checkpoint.target import ExportTarget
+from wfm_ds.engine.targets import adapted_names
 from wfm_ds.models import registry
 
-FAMILIES = ("sd3", "sana", "sana_video", "cosmos25", "wan21", "wan22")
+FAMILIES = ("sd3", "sana", "sana_video", "cosmos25", "wan21", "wan22", "flux2", "qwen_image")
 RANK, ALPHA = 4, 10.0
 
 
@@ -32,12 +33,12 @@ def layers_of(network, targets, weight, dora):
     """A LoRA on every layer of the denoiser that a run of the family would adapt by default."""
     draw = torch.Generator().manual_seed(1)
     layers = {}
-    for name, part in network.named_modules():
-        if isinstance(part, torch.nn.Linear) and name.endswith(tuple(f".{t}" for t in targets)):
-            A = torch.randn(RANK, part.in_features, generator=draw)
-            B = 0.1 * torch.randn(part.out_features, RANK, generator=draw)
-            norms = (weight(name) + LoraLayer(A, B, ALPHA).delta()).norm(dim=1) if dora else None
-            layers[name] = LoraLayer(A, B, ALPHA, None if norms is None else 1.1 * norms)
+    for name in adapted_names(network, targets):
+        part = network.get_submodule(name)
+        A = torch.randn(RANK, part.in_features, generator=draw)
+        B = 0.1 * torch.randn(part.out_features, RANK, generator=draw)
+        norms = (weight(name) + LoraLayer(A, B, ALPHA).delta()).norm(dim=1) if dora else None
+        layers[name] = LoraLayer(A, B, ALPHA, None if norms is None else 1.1 * norms)
     return layers
 
 
@@ -236,6 +237,8 @@ def test_comfyui_names_of_each_family(export):
         ("wan21", "diffusion_model.blocks.0.cross_attn.o"),
         ("cosmos25", "diffusion_model.blocks.0.self_attn.output_proj"),
         ("sana", "diffusion_model.blocks.0.attn.qkv"),
+        ("flux2", "diffusion_model.single_blocks.0.linear2"),
+        ("qwen_image", "transformer.transformer_blocks.0.attn.add_q_proj"),
     ):
         _, parts, folder = export(family)
         tensors = comfyui(parts["transformer"], names_of(registry.family_of(folder)), None)

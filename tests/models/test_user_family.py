@@ -1,18 +1,16 @@
 """The family of docs/models.md as the page has it, held to diffusers' own pipeline."""
 
-import pytest
-import torch
-from diffusers import Lumina2Pipeline
+import re
+import runpy
 
-from families import EXACT, PROMPTS, denoise_latents
+import pytest
+
 from lumina import tiny_lumina
-from pages import write_code
+from pages import DOCS, code, write_code
+from wfm_ds.contract.checks import CHECKS
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
-from wfm_ds.sampling.noise import seeded_normal
-
-FAMILY = "my_lumina:Lumina2"
-W, SIZE = 3.0, 32
+from wfm_ds.models.check import main
 
 
 @pytest.fixture(scope="module")
@@ -26,36 +24,21 @@ def folder(tmp_path_factory):
         yield folder
 
 
-@pytest.fixture(scope="module")
-def model(folder):
-    return registry.load(folder / "pipeline", dtype=torch.float32, device="cpu", own_family=FAMILY)
-
-
-@pytest.mark.parametrize("w", [1.0, W])
-def test_it_draws_what_the_stock_pipeline_draws(model, folder, w):
-    stock = Lumina2Pipeline.from_pretrained(folder / "pipeline")
-    stock.set_progress_bar_config(disable=True)
-    noise = seeded_normal([3, 4], model.latent_shape(SIZE, SIZE))
-    want = stock(
-        PROMPTS[:2], latents=noise, num_inference_steps=4, output_type="latent", **model.pipeline_call(w, SIZE, SIZE)
-    ).images
-    got = denoise_latents(
-        model,
-        noise,
-        model.encode_text(PROMPTS[:2]),
-        model.sigmas(4, noise.shape[1:]),
-        solver="ode",
-        guidance_scale=w,
-        uncond=model.encode_negative([model.null_text()] * 2) if w > 1 else None,
-    )
-    torch.testing.assert_close(got, want, **EXACT)
-
-
-def test_pixels_become_latents_and_back(model):
-    pixels = torch.rand(2, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(5))
-    latents = model.encode_pixels(pixels)
-    assert latents.shape == (2, *model.latent_shape(SIZE, SIZE))
-    assert model.decode(latents).shape == pixels.shape
+def test_the_page_s_lines_check_it(folder, monkeypatch, capsys):
+    """Both lines as they stand there, and the last line of what they print."""
+    monkeypatch.chdir(folder)
+    write_code("models.md", "tiny_lumina.py", folder)
+    page = (DOCS / "models.md").read_text()
+    make, check = re.search(
+        r"\n    python (tiny_lumina\.py)\n    python -m wfm_ds\.models\.check (.*)\n", page
+    ).groups()
+    runpy.run_path(make, run_name="__main__")
+    assert main(check.split()) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert f"\n    {printed[-1]}\n" in page
+    assert [line.split()[0] for line in printed[:-1]] == ["kept"] * len(CHECKS)
+    lines = [line for line in code("models.md", "my_lumina.py").splitlines() if line.strip()]
+    assert f"The class above is {len(lines)} lines" in page
 
 
 def test_without_its_name_the_pipeline_is_refused_and_says_how(folder):

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import diffusers
@@ -10,8 +10,9 @@ import peft
 import torch
 import torch.distributed as dist
 
+from wfm_ds.models.cosmos3_towers import GenerationTower
 from wfm_ds.models.cosmos25 import provide_resize
-from wfm_ds.models.tiny import cosmos25, sana, sana_video, sd3, wan21
+from wfm_ds.models.tiny import cosmos3, cosmos25, sana, sana_video, sd3, wan21
 from wfm_ds.ulysses.install import install
 
 TINIEST = 1e-6  # of the largest gradient: a key's bias has none in exact arithmetic
@@ -25,6 +26,7 @@ class Case:
     inputs: Callable[..., dict[str, Any]]  # (a generator, *a size) -> arguments of forward
     sizes: tuple[tuple[int, ...], ...]  # of which nothing that is shared divides by two ranks, or by three
     even: tuple[int, ...]  # a size of which everything does
+    options: dict[str, Any] = field(default_factory=lambda: {"return_dict": False})  # more arguments of forward
     lora: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0", "proj_out")
 
 
@@ -98,6 +100,35 @@ def cosmos_image_inputs(draw, frames, height, width):
     }
 
 
+def cosmos3_transformer(heads):
+    """This many heads of keys and values, each for two of queries; it takes as many of a text's."""
+    config = {**cosmos3.TRANSFORMER, "num_key_value_heads": heads, "num_attention_heads": 2 * heads}
+    tower = GenerationTower(**config)
+
+    def some_heads(_, args, arguments):
+        return args, arguments | {name: arguments[name][..., :heads, :] for name in ("text_keys", "text_values")}
+
+    tower.register_forward_pre_hook(some_heads, with_kwargs=True)
+    return tower
+
+
+def cosmos3_inputs(draw, frames, height, width):
+    """Texts of unequal length, a given frame, and actions."""
+    free, mask = torch.ones(2, frames), torch.ones(2, 6, dtype=torch.int64)
+    free[1, 0], mask[1, 4:] = 0, 0
+    keys, values = torch.randn(2, 2, 6, 2, 6, 16, generator=draw)
+    return {
+        "latents": torch.randn(2, 4, frames, 2 * height, 2 * width, generator=draw),
+        "time": 1000 * torch.rand(2, generator=draw),
+        "free": free,
+        "text_keys": keys,
+        "text_values": values,
+        "text_mask": mask,
+        "actions": torch.randn(2, 4 * frames, 16, generator=draw),
+        "domain": torch.tensor([3, 1]),
+    }
+
+
 def sana_transformer(heads, **options):
     config = {**sana.TRANSFORMER, "num_attention_heads": heads, "cross_attention_dim": 16 * heads, **options}
     return diffusers.SanaTransformer2DModel(**config)
@@ -162,6 +193,13 @@ CASES = {
         inputs=cosmos_image_inputs,
         **VIDEO,
     ),
+    "cosmos3": Case(
+        build=cosmos3_transformer,
+        inputs=cosmos3_inputs,
+        options={},
+        lora=("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "proj_out"),
+        **VIDEO,
+    ),
     "sana": Case(build=sana_transformer, inputs=sana_inputs, sizes=((5, 3), (7, 1)), even=(6, 4)),
     "sana, normed queries, patches of two": Case(
         build=lambda heads: sana_transformer(heads, qk_norm="rms_norm_across_heads", patch_size=2),
@@ -207,7 +245,7 @@ def forwards(transformer, case, sizes, batch=2, seed=1):
     outputs, loss = [], torch.zeros(())
     for size in sizes:
         inputs = {name: rows(argument, batch) for name, argument in case.inputs(draw, *size).items()}
-        outputs.append(transformer(**inputs, return_dict=False)[0])
+        outputs.append(transformer(**inputs, **case.options)[0])
         loss = loss + (outputs[-1] * torch.randn(outputs[-1].shape, generator=draw)).sum()
     return outputs, loss
 

@@ -40,6 +40,11 @@ TWINS = {
     "sd3_flow_dppo": "sd3_flow_dppo",
     "sd3_awm": "sd3_awm",
     "sd3_ram": "sd3_ram",
+    **{
+        f"{name}_{algorithm}": f"{tiny}_{algorithm.removesuffix('_lora')}"
+        for name, tiny in (("flux2_klein", "flux2"), ("qwen_image", "qwen_image"))
+        for algorithm in ("sft_lora", "nft", "flow_grpo")
+    },
     "sana_image_sft": "sana_image_sft",
     "sana_image_sft_lora": "sana_image_sft_lora",
     "sana_image_nft": "sana_image_nft",
@@ -76,8 +81,10 @@ FAST = {
     *(("nft", "lora", family) for family in ("cosmos25", "sana", "sana_video")),
     ("sft", "lora", "wan22"),
 }
-# The quickstarts' are an SD3 and a Wan 2.1.
-MATRIX = [(*kind, family) for family in FAMILIES if family not in ("digits", "moving") for kind in KINDS]
+# Their tiny recipes train adapters by NFT and Flow-GRPO: what the matrix adds are all weights, and the pictures of SFT.
+FEW = {"flux2": KINDS[:2], "qwen_image": KINDS[:2]}
+FEW |= {"digits": [], "moving": [], "world": []}  # the quickstarts' are an SD3, a Wan 2.1 and a Cosmos3
+MATRIX = [(*kind, family) for family in FAMILIES for kind in FEW.get(family, KINDS)]
 EVAL_STEPS = 3  # noise levels of both experts of Wan 2.2
 SMALL_GROUPS = ["rollout.group_size=2", "reward.functions=[{name: jpeg_compressibility}]"]
 CHANGES = {

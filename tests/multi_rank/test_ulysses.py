@@ -15,7 +15,7 @@ from wfm_ds.errors import UserError
 from wfm_ds.models.experts import Experts
 from wfm_ds.ulysses import cosmos25, exchange, hooks, sana, sana_video, wan
 from wfm_ds.ulysses.groups import sequence_group
-from wfm_ds.ulysses.install import families, install
+from wfm_ds.ulysses.install import families, family_of, install
 
 FORWARD, GRADIENT = 1e-5, 2e-5
 VARIANTS = {
@@ -24,7 +24,7 @@ VARIANTS = {
     "lora": {"lora": True},
     "lora, checkpointed": {"lora": True, "checkpointing": True},
 }
-MAIN = ("sd3", "wan, times of tokens", "cosmos25", "sana", "sana_video, times of tokens")
+MAIN = ("sd3", "wan, times of tokens", "cosmos25", "cosmos3", "sana", "sana_video, times of tokens")
 NAMES = [name if name in MAIN else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 
 
@@ -49,7 +49,7 @@ def require_equal(found):
 
 
 def test_every_family_is_among_the_cases():
-    assert {type(built(case)) for case in CASES.values()} == families().keys()
+    assert {family_of(built(case)) for case in CASES.values()} == set(families().values())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -220,7 +220,8 @@ def low_precision_on_rank(name):
     low = {name: low_precision(name, argument) for name, argument in inputs.items()}
     with torch.no_grad():
         outputs = [
-            module(**given, return_dict=False)[0] for module, given in ((exact, inputs), (whole, low), (shared, low))
+            module(**given, **CASES[name].options)[0]
+            for module, given in ((exact, inputs), (whole, low), (shared, low))
         ]
     assert [output.dtype for output in outputs] == [torch.float32, torch.bfloat16, torch.bfloat16]
     exact_output, whole_output, shared_output = (output.float() for output in outputs)
@@ -228,7 +229,7 @@ def low_precision_on_rank(name):
 
 
 def low_precision(name, argument):
-    return argument if name == "timestep" or not argument.is_floating_point() else argument.to(torch.bfloat16)
+    return argument if name in ("timestep", "time") or not argument.is_floating_point() else argument.to(torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", MAIN)

@@ -21,6 +21,7 @@ COMMANDS = {
     "check": ("wfm_ds.command.check", "validate a recipe, its data, model and rewards; print the numbers"),
     "recipes": ("wfm_ds.command.recipes", "list, show or copy the recipes that come with wfm_ds"),
     "models": ("wfm_ds.command.models", "list the model families, or tell what a pipeline folder is"),
+    "models check": ("wfm_ds.models.check", "check a model family of yours against the stock pipeline"),
     "rewards": ("wfm_ds.command.rewards", "list the rewards, or tell what one measures and takes"),
     "generate": ("wfm_ds.generate", "draw prompts with a pipeline, with or without what a run exported"),
     "evaluate": ("wfm_ds.command.evaluate", "compare models on the same prompts and seeds, and tell who was fooled"),

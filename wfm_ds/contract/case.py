@@ -11,6 +11,7 @@ import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
+from wfm_ds.models.base import without_progress_bars
 from wfm_ds.sampling.plan import deterministic_plan
 
 if TYPE_CHECKING:
@@ -68,7 +69,10 @@ class GridEuler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
 
 def stock(folder: Path, case: Case, pipeline_class: Any = DiffusionPipeline) -> Any:
     """The plain diffusers pipeline of a folder: of the class that it names, or of another one."""
-    pipeline = pipeline_class.from_pretrained(folder, use_safetensors=True, local_files_only=True, **case.stock_parts)
+    with without_progress_bars():
+        pipeline = pipeline_class.from_pretrained(
+            folder, use_safetensors=True, local_files_only=True, **case.stock_parts
+        )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

@@ -19,6 +19,10 @@ def refused(what: str, call: Callable[..., Any], *arguments: Any, says: str) -> 
         call(*arguments)
     except ValueError as error:
         require(says in str(error), f"{what} is refused without the words {says!r}: {error}")
+    except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        raise Broken(
+            f"{what} ends in {type(error).__name__} ({error}); check it before, and raise a ValueError"
+        ) from error
     else:
         raise Broken(f"{what} is not refused; raise a ValueError")
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from wfm_ds.errors import UserError
 from wfm_ds.recipe.stated import AttentionName
+from wfm_ds.ulysses.cosmos3 import AttentionToText
 from wfm_ds.ulysses.cosmos25 import CosmosAttention
 from wfm_ds.ulysses.sd3 import JointAttention
 
@@ -28,7 +29,7 @@ Capability = tuple[int, int]
 FASTER_FROM: Capability = (9, 0)  # where cuDNN's kernel is the faster one, and `auto` takes it
 PROCESSORS: Mapping[type, Any] = {JointAttnProcessor2_0: JointAttention, CosmosAttnProcessor2_0: CosmosAttention}
 """For stock processors that name no kernel to the dispatcher, or do not ask it: those of ours in their place."""
-MASKED = frozenset({SanaAttnProcessor2_0})  # processors that hide padding of the text by a mask
+MASKED = frozenset({SanaAttnProcessor2_0, AttentionToText})  # processors that hide padding of the text by a mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ from wfm_ds.models.conditional_frames import frames_in
 from wfm_ds.models.cosmos3_towers import OF_TEXT, GenerationLayer, TextTower, split
 from wfm_ds.models.guardrail import Guardrail
 from wfm_ds.models.inputs import Input
+from wfm_ds.ulysses.cosmos3 import grid_of
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
@@ -56,6 +57,8 @@ class Cosmos3(DiffusionModel):
         if max_sequence_length is not None:
             raise ModelError(f"{path}: Cosmos3 reads prompts whole; remove model.max_sequence_length")
         super().__init__(pipeline, path, max_sequence_length=EXPECTED_TOKENS, **options)
+        tower: Any = self.bare_denoiser
+        tower.fps, tower.temporal_compression = self.fps, self.pipeline.vae_scale_factor_temporal
         self.frozen = (*OF_TEXT, *UNUSED, *(() if "actions" in self.inputs else OF_ACTIONS))
 
     @classmethod
@@ -206,8 +209,6 @@ class Cosmos3(DiffusionModel):
             latents=(latents if given is None else given.enter(latents)).to(self.dtype),
             time=sigma * self.pipeline.scheduler.config.num_train_timesteps,
             free=free,
-            fps=self.fps,
-            temporal_compression=self.pipeline.vae_scale_factor_temporal,
             **{name: conditioning[name] for name in TEXT_KEYS},
             **{name: conditioning[name] for name in sorted(self.optional_keys & conditioning.keys())},
         )[0].float()
@@ -225,9 +226,7 @@ class Cosmos3(DiffusionModel):
         return (self.config.latent_channel, num_latent_frames + 1, height // factor, width // factor)
 
     def num_tokens(self, shape: Sequence[int]) -> int:
-        _, num_frames, h, w = shape
-        patch = self.config.latent_patch_size
-        return int(num_frames * math.ceil(h / patch) * math.ceil(w / patch))
+        return math.prod(grid_of(self.config, shape[1:]))
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
         """Return the grid of pipelines that ask for their own (use_native_flow_schedule)."""

@@ -12,7 +12,6 @@ of a head, W channels of a token, A of an action.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -21,6 +20,8 @@ from diffusers.models.attention import AttentionModuleMixin
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_cosmos3 import DomainAwareLinear
 from torch import Tensor, nn
+
+from wfm_ds.ulysses.cosmos3 import AttentionToText, grid_of, rotated
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines [B,n,D]."""
@@ -106,6 +107,9 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
     """The tower that denoises. Its configuration is that of the stock network, its parameters are those of the stock
     network that a video, its time and its actions use, and the heads of modalities that are not trained here."""
 
+    fps: float = 24.0  # of all videos
+    temporal_compression: int = 4  # frames of a video for one of its latents, but for the first
+
     # diffusers reads the names of a configuration from the signature.
     @functools.wraps(Cosmos3OmniTransformer.__init__)  # type: ignore[misc]
     def __init__(self, *arguments: Any, **config: Any) -> None:
@@ -113,6 +117,7 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         for name in ("embed_tokens", "norm", "lm_head", "rotary_emb"):
             delattr(self, name)
         stock = self.get_submodule("layers").children()
+        self.sequence = nn.Identity()  # where ranks take their share of all tokens (ulysses/cosmos3.py)
         self.layers = nn.ModuleList(GenerationLayer(layer) for layer in stock)
         if self.config.action_gen:
             self.action_proj_in = DomainLinear(self.action_dim, self.config.hidden_size, self.num_embodiment_domains)
@@ -125,8 +130,6 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         text_keys: Tensor,
         text_values: Tensor,
         text_mask: Tensor,
-        fps: float,
-        temporal_compression: int,
         actions: Tensor | None = None,
         domain: Tensor | None = None,
     ) -> tuple[Tensor]:
@@ -137,19 +140,20 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         their weights: they are clean, row i leads from frame i to frame i + 1.
         """
         shape, dtype = latents.shape, latents.dtype
-        num_frames, rows, columns = self.grid(shape)
+        num_frames, rows, columns = grid_of(self.config, shape[2:])
         tokens = self.proj_in(self.patchified(latents))
         embedded = self.time_embedder(self.time_proj(time * self.config.timestep_scale).to(self.time_dtype)).to(dtype)
         noisy = free.to(dtype).repeat_interleave(rows * columns, 1)
         tokens = tokens + noisy[..., None] * embedded[:, None]
         after_text = text_mask.sum(1) + self.config.unified_3d_mrope_temporal_modality_margin  # [B]
         with tokens.device:
-            positions = [self.video_positions((num_frames, rows, columns), fps, temporal_compression)]
+            positions = [self.video_positions(num_frames, rows, columns)]
         if actions is not None:
             tokens = torch.cat([tokens, self.embedded_actions(actions.to(dtype), domain)], 1)
             with tokens.device:
-                positions.append(self.action_positions(actions.shape[1], fps, temporal_compression))
+                positions.append(self.action_positions(actions.shape[1]))
         rotation = self.rotation(torch.cat(positions, 1), after_text, dtype)
+        tokens = self.sequence(tokens)
         # A text alone has no padding. A mask would keep the fast kernels away.
         mask = None if len(latents) == 1 else text_mask.bool()
         for index, layer in enumerate(self.layers):
@@ -158,8 +162,8 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
                 tokens = self._gradient_checkpointing_func(layer, tokens, *of_text, rotation)
             else:
                 tokens = layer(tokens, *of_text, rotation)
-        of_video = tokens[:, : num_frames * rows * columns]
-        return (self.unpatchified(self.proj_out(self.norm_moe_gen(of_video)), shape),)
+        predicted = self.proj_out(self.norm_moe_gen(tokens))  # of actions too, which nobody asks for
+        return (self.unpatchified(predicted[:, : num_frames * rows * columns], shape),)
 
     @property
     def time_dtype(self) -> torch.dtype:
@@ -167,15 +171,9 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         dtype: torch.dtype = next(self.time_embedder.parameters()).dtype
         return dtype
 
-    def grid(self, shape: torch.Size) -> tuple[int, int, int]:
-        """Frames, rows and columns of the tokens of latents [B,C,T,h,w]."""
-        *_, num_frames, height, width = shape
-        patch = self.config.latent_patch_size
-        return num_frames, math.ceil(height / patch), math.ceil(width / patch)
-
     def patchified(self, latents: Tensor) -> Tensor:
         """[B,N,p p C], with zeros at the edge where patches overhang."""
-        patch, (_, rows, columns) = self.config.latent_patch_size, self.grid(latents.shape)
+        patch, (_, rows, columns) = self.config.latent_patch_size, grid_of(self.config, latents.shape[2:])
         height, width = latents.shape[-2:]
         whole = nn.functional.pad(latents, (0, columns * patch - width, 0, rows * patch - height))
         cut = whole.view(*latents.shape[:3], rows, patch, columns, patch)
@@ -184,7 +182,7 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
     def unpatchified(self, tokens: Tensor, shape: torch.Size) -> Tensor:
         """Undo patchified, for latents of this shape."""
         patch = self.config.latent_patch_size
-        cut = tokens.view(len(tokens), *self.grid(shape), patch, patch, -1)  # the channels are last
+        cut = tokens.view(len(tokens), *grid_of(self.config, shape[2:]), patch, patch, -1)  # the channels are last
         whole = cut.permute(0, 6, 1, 2, 4, 3, 5).flatten(5, 6).flatten(3, 4)
         made: Tensor = whole[..., : shape[-2], : shape[-1]]
         return made
@@ -194,23 +192,22 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         made: Tensor = self.action_proj_in(actions, domain) + self.action_modality_embed
         return made
 
-    def video_positions(self, grid: tuple[int, int, int], fps: float, temporal_compression: int) -> Tensor:
+    def video_positions(self, num_frames: int, rows: int, columns: int) -> Tensor:
         """Position [3,N] float32 along time, height and width, the first frame of a video at time 0."""
-        num_frames, rows, columns = grid
-        frames = self.moments(torch.arange(num_frames), fps / temporal_compression, temporal_compression)
+        frames = self.moments(torch.arange(num_frames), self.fps / self.temporal_compression)
         axes = torch.meshgrid(frames, torch.arange(rows).float(), torch.arange(columns).float(), indexing="ij")
         return torch.stack([axis.flatten() for axis in axes])
 
-    def action_positions(self, count: int, fps: float, temporal_compression: int) -> Tensor:
+    def action_positions(self, count: int) -> Tensor:
         """Position [3,count] float32 of actions: at the frame that each leads to."""
-        time = self.moments(torch.arange(1, count + 1), fps, temporal_compression)
+        time = self.moments(torch.arange(1, count + 1), self.fps)
         return torch.stack([time, torch.zeros(count), torch.zeros(count)])
 
-    def moments(self, index: Tensor, rate: float, temporal_compression: int) -> Tensor:
+    def moments(self, index: Tensor, rate: float) -> Tensor:
         """Positions in time of these items of a stream that has `rate` of them a second."""
         if not self.config.enable_fps_modulation or len(index) == 1:
             return index.float()
-        moments: Tensor = index.float() / rate * (self.config.base_fps / temporal_compression)
+        moments: Tensor = index.float() / rate * (self.config.base_fps / self.temporal_compression)
         return moments
 
     def rotation(self, positions: Tensor, after_text: Tensor, dtype: torch.dtype) -> Rotation:
@@ -242,40 +239,6 @@ class GenerationLayer(nn.Module):
         return changed
 
 
-class AttentionToText:
-    """Attention of all tokens to the text and to each other."""
-
-    takes_mask = True
-
-    def __init__(self) -> None:
-        self._attention_backend: Any = None  # diffusers' name of a kernel
-        self._parallel_config: Any = None
-
-    def __call__(
-        self,
-        attn: GenerationAttention,
-        tokens: Tensor,
-        text_keys: Tensor,
-        text_values: Tensor,
-        text_mask: Tensor | None,
-        rotation: Rotation,
-    ) -> Tensor:
-        query, key, value = attn.projected(tokens, rotation)
-        key, value = torch.cat([text_keys, key], 1), torch.cat([text_values, value], 1)
-        mask = None if text_mask is None else visible(text_mask, tokens.shape[1])
-        # Kernels differ in what they do about fewer heads of keys, some refuse them: repeated, all can serve.
-        groups = attn.heads // key.shape[2]
-        attended = dispatch_attention_fn(
-            query,
-            key.repeat_interleave(groups, 2),
-            value.repeat_interleave(groups, 2),
-            attn_mask=mask,
-            backend=self._attention_backend,
-        )
-        made: Tensor = attn.to_add_out(attended.flatten(-2))
-        return made
-
-
 class GenerationAttention(nn.Module, AttentionModuleMixin):  # type: ignore[misc]
     """The projections of a stock attention that serve the tokens of the video."""
 
@@ -294,17 +257,10 @@ class GenerationAttention(nn.Module, AttentionModuleMixin):  # type: ignore[misc
         self.to_add_out: nn.Module = attention.to_add_out
         self.norm_added_q: nn.Module = attention.norm_added_q
         self.norm_added_k: nn.Module = attention.norm_added_k
-        self.set_processor(AttentionToText())
-
-    def projected(self, tokens: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B,N,H,D], keys and values [B,N,K,D], queries and keys turned by their position."""
-        parts: list[nn.Module] = [self.add_q_proj, self.add_k_proj, self.add_v_proj]
-        query, key, value = (part(tokens).unflatten(-1, (-1, self.head_dim)) for part in parts)
-        return rotated(self.norm_added_q(query), rotation), rotated(self.norm_added_k(key), rotation), value
+        self.processor: Any = AttentionToText()
 
     def forward(self, *arguments: Any) -> Tensor:
-        processor: Any = self.processor
-        made: Tensor = processor(self, *arguments)
+        made: Tensor = self.processor(self, *arguments)
         return made
 
 
@@ -333,15 +289,3 @@ def tables(config: Any, positions: Tensor, dtype: torch.dtype) -> Rotation:
     angles = positions[axis].movedim(0, -1) * frequencies
     twice = torch.cat([angles, angles], -1)
     return twice.cos().to(dtype), twice.sin().to(dtype)
-
-
-def rotated(x: Tensor, rotation: Rotation) -> Tensor:
-    """[B,n,heads,D] turned by tables [B,n,D]: channel i with channel i + D / 2."""
-    cos, sin = (table[:, :, None] for table in rotation)
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
-
-
-def visible(text_mask: Tensor, num_tokens: int) -> Tensor:
-    """[B,1,1,L+N] bool of a text_mask [B,L]: every token sees the text without its padding, and every token."""
-    return nn.functional.pad(text_mask, (0, num_tokens), value=True)[:, None, None]

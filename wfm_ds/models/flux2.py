@@ -106,15 +106,15 @@ class Flux2Klein(DiffusionModel):
             raise ValueError(
                 f"flux2 takes latents [B,C,h,w] and has one expert, got {list(latents.shape)}, expert {expert}"
             )
-        _, _, h, w = latents.shape
+        count, _, h, w = latents.shape
         embeds = conditioning["prompt_embeds"]
         text_ids, image_ids = positions(embeds.shape[1], h, w, latents.device)
         velocity: Tensor = self.denoiser(
             hidden_states=latents.flatten(2).transpose(1, 2).to(self.dtype),  # [B, h w, C]
             timestep=sigma,
             encoder_hidden_states=embeds.to(self.dtype),
-            txt_ids=text_ids,
-            img_ids=image_ids,
+            txt_ids=text_ids.expand(count, -1, -1),  # the network takes the first row of each
+            img_ids=image_ids.expand(count, -1, -1),
             return_dict=False,
         )[0]
         return velocity.transpose(1, 2).unflatten(2, (h, w)).float()

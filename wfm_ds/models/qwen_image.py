@@ -98,13 +98,13 @@ class QwenImage(DiffusionModel):
             raise ValueError(
                 f"qwen_image takes latents [B,C,h,w] and has one expert, got {list(latents.shape)}, expert {expert}"
             )
-        count, _, h, w = latents.shape
+        h, w = latents.shape[2:]
         velocity: Tensor = self.denoiser(
             hidden_states=packed(latents).to(self.dtype),
             timestep=sigma,
             encoder_hidden_states=conditioning[EMBEDS].to(self.dtype),
             encoder_hidden_states_mask=conditioning[MASK],
-            img_shapes=[[(1, h // PATCH, w // PATCH)]] * count,
+            img_shapes=(1, h // PATCH, w // PATCH),  # one size for all samples
             return_dict=False,
         )[0]
         return unpacked(velocity, h, w).float()
@@ -128,6 +128,10 @@ class QwenImage(DiffusionModel):
 
     def num_tokens(self, shape: Sequence[int]) -> int:
         return int(shape[1] // PATCH * (shape[2] // PATCH))
+
+    def sigmas(self, num_steps: int, shape: Sequence[int]) -> Tensor:
+        """As every family's; one step goes from 1 to 0, where the scheduler divides by the 0 between its ends."""
+        return torch.tensor([1.0, 0.0], dtype=torch.float64) if num_steps == 1 else super().sigmas(num_steps, shape)
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
         """The pipeline's own grid, and a shift that grows with the size."""

@@ -58,12 +58,17 @@ def check_shape(denoiser: nn.Module, num_ranks: int, shape: Sequence[int]) -> No
 
 def served(denoiser: nn.Module) -> list[tuple[Any, type[SharedTokens]]]:
     """The transformers in a denoiser with their families. Raises UserError if there is another one."""
-    known = families()
-    transformers = [denoiser] if type(denoiser) in known else list(denoiser.children())
-    if not transformers or any(type(transformer) not in known for transformer in transformers):
-        names = ", ".join(sorted(transformer.__name__ for transformer in known))
+    transformers = [denoiser] if family_of(denoiser) is not None else list(denoiser.children())
+    found = [(transformer, family) for transformer in transformers if (family := family_of(transformer)) is not None]
+    if not transformers or len(found) < len(transformers):
+        names = ", ".join(sorted(transformer.__name__ for transformer in families()))
         raise UserError(
             f"{type(denoiser).__name__} cannot share its tokens among ranks; set engine.sequence_parallel to 1, or use "
             f"a model with one of {names}"
         )
-    return [(transformer, known[type(transformer)]) for transformer in transformers]
+    return found
+
+
+def family_of(transformer: nn.Module) -> type[SharedTokens] | None:
+    """The family that serves a transformer: that of its class, or of the class that it is made from."""
+    return next((families()[kind] for kind in type(transformer).__mro__ if kind in families()), None)

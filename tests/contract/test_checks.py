@@ -1,0 +1,128 @@
+"""Checks that cannot fail check nothing: families with one mistake each, and the check that finds it."""
+
+import sys
+
+import pytest
+
+from families import CASES
+from wfm_ds.contract import denoiser, drawing, exports, pixels
+from wfm_ds.contract.checks import CHECKS, examine
+from wfm_ds.contract.subject import Subject
+from wfm_ds.models.check import main
+from wfm_ds.models.sd3 import StableDiffusion3
+
+
+class Flipped(StableDiffusion3):
+    def denoise(self, *arguments):
+        return -super().denoise(*arguments)
+
+
+class Unscaled(StableDiffusion3):
+    def to_latents(self, pixels):
+        return super().to_latents(pixels) / 1.5305
+
+
+class Mixed(StableDiffusion3):
+    """Of a batch each sample sees the others."""
+
+    def denoise(self, latents, sigma, *arguments):
+        return super().denoise(latents, sigma.mean().expand(len(sigma)), *arguments)
+
+
+class Deaf(StableDiffusion3):
+    def encode_text(self, prompts):
+        return super().encode_text(["a cat"] * len(prompts) if prompts and not isinstance(prompts, str) else prompts)
+
+
+class Weak(StableDiffusion3):
+    def combine_guidance(self, cond, uncond, scale):
+        return super().combine_guidance(cond, uncond, scale - 1)
+
+
+class Unchecked(StableDiffusion3):
+    def check_denoise(self, *_):
+        pass
+
+
+class Misnamed(StableDiffusion3):
+    default_lora_targets = ("to_q", "to_kv")
+
+
+class Rough(StableDiffusion3):
+    def latent_shape(self, height, width, num_frames=1):
+        return super().latent_shape(height // 16 * 16, width // 16 * 16, num_frames)
+
+
+class Raw(StableDiffusion3):
+    def to_pixels(self, latents):
+        return super().to_pixels(latents).nan_to_num()[..., :-1]
+
+
+@pytest.fixture
+def subject(tiny_pipelines):
+    def of(family):
+        return Subject(tiny_pipelines("sd3"), CASES["sd3"], f"{__name__}:{family.__name__}")
+
+    sys.modules.setdefault(__name__, sys.modules[Flipped.__module__])
+    return of
+
+
+@pytest.mark.parametrize(
+    ("family", "check", "says"),
+    [
+        (Flipped, drawing.latents_without_guidance, "the latents of two prompts at a guidance of 1: values differ by"),
+        (Flipped, exports.full_export, "the latents that plain diffusers draws from the export: values differ by"),
+        (Unscaled, pixels.encoding_is_the_inverse_of_decoding, "pixels that were encoded and decoded: values differ"),
+        (Mixed, denoiser.a_batch_is_its_samples, "sample 0 of a batch: values differ"),
+        (Deaf, drawing.prompts_matter, "two prompts differ by 0 in pixels"),
+        (Weak, drawing.latents_with_guidance, "the latents of two prompts at a guidance of 4: values differ by"),
+        (Unchecked, denoiser.wrong_arguments, "sigma [2, 1] ends in AssertionError ("),
+        (Misnamed, denoiser.lora_and_checkpointing, "no linear layer's name ends with to_kv"),
+        (Rough, pixels.sizes_are_multiples, "the size (1, 16, 1) is refused without the words"),
+        (Raw, drawing.decoded_pixels, "the decoded pixels: the shape is [2, 3, 32, 47] and should be [2, 3, 32, 48]"),
+    ],
+)
+def test_a_mistake_is_found_and_named(subject, family, check, says):
+    (finding,) = examine(subject(family), [check])
+    assert finding.check == check.__name__.replace("_", " ")
+    assert says in (finding.sentence or "nothing")
+
+
+def test_an_error_of_the_family_s_code_is_a_finding_with_its_place(subject, monkeypatch):
+    def fails(self, shape):
+        raise KeyError("patches")
+
+    monkeypatch.setattr(Flipped, "num_tokens", fails)
+    (finding,) = examine(subject(Flipped), [denoiser.tokens])
+    assert finding.sentence.startswith(f"KeyError in {__file__}:")
+    assert finding.sentence.endswith("'patches'")
+
+
+def test_what_is_kept_has_no_sentence(subject):
+    assert [finding.sentence for finding in examine(subject(StableDiffusion3), CHECKS[:2])] == [None, None]
+
+
+def test_the_command_ends_with_one_for_a_broken_family_and_two_for_a_mistake(subject, monkeypatch, capsys):
+    of = subject(Flipped)
+    monkeypatch.setattr("wfm_ds.contract.checks.examine.__defaults__", ((drawing.latents_without_guidance,),))
+    words = [of.own, "--tiny", str(of.folder)]
+    monkeypatch.setattr(sys.modules[__name__], "EULER", CASES["sd3"], raising=False)
+    assert main([*words, "--case", f"{__name__}:EULER"]) == 1
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("BROKEN  latents without guidance: the latents of two prompts")
+    assert last == "sd3: 0 of 1 checks kept"
+    for wrong, says in (
+        ([*words, "--case", "not_there:CASE"], "--case not_there:CASE: cannot import 'not_there'"),
+        ([*words, "--case", f"{__name__}:CASE"], "has no 'CASE' that is a wfm_ds.contract.case.Case"),
+        (["my.module", "--tiny", str(of.folder)], "model.family my.module: expected package.module:Class"),
+        ([of.own, "--tiny", "/nowhere"], "/nowhere does not exist"),
+    ):
+        assert main(wrong) == 2
+        assert says in capsys.readouterr().err
+
+
+def test_sizes_of_their_own_are_the_smallest_that_are_unlike(tiny_pipelines):
+    from wfm_ds.contract.case import Case
+
+    sizes = [Subject(tiny_pipelines(name), Case()).size for name in ("sd3", "wan21")]
+    assert sizes == [(8, 12, 1), (32, 48, 5)]

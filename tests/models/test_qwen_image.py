@@ -1,0 +1,128 @@
+"""What is particular to Qwen-Image; what holds for every family is in test_families.py."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+
+from families import CASES, EXACT, PROMPTS, stock
+from wfm_ds.checkpoint.target import ExportTarget
+from wfm_ds.engine.forward import CountedForward
+from wfm_ds.errors import ModelError
+from wfm_ds.models import registry
+from wfm_ds.models.qwen_image import EMBEDS, MASK, packed, unpacked
+from wfm_ds.models.sampler import Sampler
+from wfm_ds.models.text_cache import TextCache
+from wfm_ds.recipe.sampling import SamplingRecipe
+from wfm_ds.types import Prompt
+
+LONG = "a red circle on white and the digit 7 in a blue square"
+
+
+@pytest.fixture(scope="module")
+def model(tiny_pipelines):
+    return registry.load(tiny_pipelines("qwen_image"), dtype=torch.float32, device="cpu")
+
+
+@pytest.fixture
+def pipeline(tiny_pipelines):
+    return stock(tiny_pipelines("qwen_image"), CASES["qwen_image"])
+
+
+def test_texts_of_unlike_lengths_share_a_batch(model):
+    """Cached one by one they are as encoded together, and as alone: padding has no effect."""
+    together = model.encode_text([PROMPTS[0], LONG])
+    cached = TextCache(model).encode([PROMPTS[0], LONG])
+    torch.testing.assert_close(cached[EMBEDS], together[EMBEDS], **EXACT)
+    assert torch.equal(cached[MASK], together[MASK])
+    lengths = cached[MASK].sum(1).tolist()
+    assert lengths[0] < lengths[1] == cached[MASK].shape[1]
+    noise = torch.randn(1, *model.latent_shape(32, 48), generator=torch.Generator().manual_seed(0))
+    first = {name: tensor[:1] for name, tensor in cached.items()}
+    with torch.no_grad():
+        padded, alone = (model.denoise(noise, torch.tensor([0.7]), c) for c in (first, model.encode_text(PROMPTS[:1])))
+    torch.testing.assert_close(padded, alone, **EXACT)
+
+
+def test_halves_of_guidance_of_unlike_lengths_share_a_forward(model):
+    settings = SamplingRecipe(height=32, width=32, eval_steps=2, guidance_scale=4.0, guidance_batch="joint")
+    forward = CountedForward(model.denoise)
+    sampler = Sampler(model=model, texts=TextCache(model), settings=settings, forward=forward, joint_rows={"one": 2})
+    drawn = [
+        sampler.generate(name, [Prompt(id="long", text=LONG)], [1], sampler.evaluation_plan()).clean
+        for name in ("one", "two")
+    ]
+    torch.testing.assert_close(*drawn, **EXACT)
+    assert forward.counts == {"one": 2, "two": 4}
+
+
+@pytest.mark.parametrize("num_steps", [2, 4, 10])
+def test_the_grid_is_the_stock_pipeline_s_and_ends_at_its_terminal(model, pipeline, num_steps):
+    shape = model.latent_shape(64, 96)
+    call = {"height": 64, "width": 96, "num_inference_steps": num_steps, "output_type": "latent"}
+    pipeline(PROMPTS[:1], **call, max_sequence_length=16, true_cfg_scale=1)
+    grid = model.sigmas(num_steps, shape)
+    assert torch.equal(grid, pipeline.scheduler.sigmas.double())
+    assert float(grid[-2]) == pytest.approx(0.02, abs=1e-6)
+    assert model.flow_shift(SamplingRecipe(height=64, width=96)) == pytest.approx(
+        math.exp(model.schedule_arguments(shape, 40)["mu"])
+    )
+
+
+def test_guidance_keeps_the_norm_of_each_token(model):
+    cond, uncond = torch.randn(2, 2, 4, 4, 6, generator=torch.Generator().manual_seed(0))
+    guided = model.combine_guidance(cond, uncond, 5.0)
+    torch.testing.assert_close(packed(guided).norm(dim=-1), packed(cond).norm(dim=-1))
+    torch.testing.assert_close(model.combine_guidance(cond, uncond, 1.0), cond)
+    assert torch.equal(unpacked(packed(cond), 4, 6), cond)
+
+
+def test_tokens_are_those_that_the_pipeline_packs(model, pipeline):
+    latents = torch.randn(2, 4, 4, 6, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(packed(latents), pipeline._pack_latents(latents, 2, 4, 4, 6))
+
+
+def test_an_export_names_the_negative_prompt_without_which_there_is_no_guidance(tiny_pipelines, tmp_path):
+    shutil.copytree(tiny_pipelines("qwen_image"), tmp_path / "plain")
+    (tmp_path / "plain" / "call.json").unlink()
+    model = registry.load(tmp_path / "plain", dtype=torch.float32, device="cpu")
+    assert ExportTarget.of(model).call == {"negative_prompt": " "}
+
+
+@pytest.mark.parametrize("key", ["guidance_embeds", "zero_cond_t", "use_additional_t_cond"])
+def test_a_network_with_other_inputs_is_refused(tiny_pipelines, tmp_path, key):
+    folder = tmp_path / "other"
+    shutil.copytree(tiny_pipelines("qwen_image"), folder)
+    file = folder / "transformer" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: True}))
+    with pytest.raises(ModelError, match=f"a Qwen-Image transformer with {key} is not supported"):
+        registry.load(folder, dtype=torch.float32, device="cpu")
+
+
+# What diffusers does: when one of these fails, it is mended, and docs/models.md has a row too many.
+
+
+def test_without_a_negative_prompt_the_stock_call_has_no_guidance(pipeline):
+    call = {"height": 32, "width": 32, "num_inference_steps": 2, "max_sequence_length": 16, "output_type": "latent"}
+    drawn = [
+        pipeline(PROMPTS[:1], true_cfg_scale=w, generator=torch.Generator().manual_seed(0), **call).images
+        for w in (1.0, 4.0)
+    ]
+    assert torch.equal(*drawn)
+
+
+def test_one_step_of_the_stock_scheduler_is_not_a_number(model, pipeline):
+    call = {"height": 32, "width": 32, "num_inference_steps": 1, "max_sequence_length": 16, "output_type": "latent"}
+    assert pipeline(PROMPTS[:1], true_cfg_scale=1, **call).images.isnan().all()
+    assert model.sigmas(1, (4, 4, 4)).tolist() == [1.0, 0.0]
+
+
+def test_the_network_rounds_the_time_to_the_compute_dtype(tiny_pipelines):
+    low = registry.load(tiny_pipelines("qwen_image"), dtype=torch.bfloat16, device="cpu")
+    noise = torch.randn(1, *low.latent_shape(32, 32), generator=torch.Generator().manual_seed(0))
+    text = low.encode_text(PROMPTS[:1])
+    with torch.no_grad():
+        one, other = (low.denoise(noise, torch.tensor([sigma]), text) for sigma in (0.899, 0.900))
+    assert torch.equal(one, other)
