@@ -57,6 +57,7 @@ VARIANTS: Mapping[str, Variant] = {
     ),
 }
 OF_THE_STUDY = ("nft", "nft_naive", "nft_shuffled", "flow_grpo")
+SHOWN: Mapping[str, str] = {"nft": "RL", "nft_naive": "RL, naive"}  # beside SFT in the picture
 COLUMNS: Mapping[str, str] = {
     "reward": f"{REWARD}/mean",
     "right way": f"{REWARD}/right_way/mean",
@@ -90,8 +91,11 @@ def study(args: argparse.Namespace) -> None:
     train_all(out, runs, args.jobs)
     rows = [row for run in runs for row in rows_of(out, run, with_start=run.variant is runs[0].variant)]
     path = report.write(args.name, report.machine() | {"runs": revisions(out, runs)}, rows)
-    first = [run for run in runs if run.seed == args.seeds[0]][:2]
-    shown = {"after SFT": samples_of(out, runs[0])[0]} | {run.variant.title: samples_of(out, run)[-1] for run in first}
+    shown = {"SFT": samples_of(out, runs[0])[0]} | {
+        SHOWN[name]: samples_of(out, Run(f"{name}_{args.seeds[0]}", VARIANTS[name], args.seeds[0], args.seeds[0]))[-1]
+        for name in args.variants
+        if name in SHOWN
+    }
     write_comparison(PICTURE, {title: load_videos(samples) for title, samples in shown.items()})
     sys.stdout.write(f"{report.table(json.loads(path.read_text())['rows'])}\n\n{path}\n")
 
@@ -124,7 +128,7 @@ def write_comparison(path: Path, models: Mapping[str, Sequence[Video]]) -> None:
     for title, videos in models.items():
         firsts = {prompt: media[0] for prompt, media in by_prompt(videos).items()}
         frames = [frame for media in firsts.values() for frame in media]
-        titles = [f"{prompt}: {title}" if not k else prompt for k, prompt in enumerate(firsts)]
+        titles = [f"{title}: {prompt}" if not k else prompt for k, prompt in enumerate(firsts)]
         blocks.append(grid(frames, len(frames) // len(firsts), row_titles=titles))
     save_png(path, np.concatenate(blocks, axis=1))
 
