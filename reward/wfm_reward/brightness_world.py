@@ -32,16 +32,16 @@ def pixels(levels: Levels) -> Frames:
 
 
 def actions_of(moves: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Return moves [4] as actions [4,2]: two buttons, brighter and darker."""
-    return np.stack([moves == 1, moves == -1], axis=1).astype(np.float32)
+    """Return moves [4] as actions [4,3]: three buttons, of which one is pressed."""
+    return np.stack([moves == move for move in MOVES], axis=1).astype(np.float32)
 
 
 def moves_of(actions: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
     """Undo `actions_of`. Raises ValueError for actions of another shape."""
-    if actions.shape != (NUM_ACTIONS, 2):
-        raise ValueError(f"the actions are {list(actions.shape)}, not {[NUM_ACTIONS, 2]}")
-    pressed = actions > 0.5
-    return pressed[:, 0].astype(np.int64) - pressed[:, 1]
+    if actions.shape != (NUM_ACTIONS, len(MOVES)):
+        raise ValueError(f"the actions are {list(actions.shape)}, not {[NUM_ACTIONS, len(MOVES)]}")
+    moves: npt.NDArray[np.int64] = np.asarray(MOVES)[actions.argmax(axis=1)]
+    return moves
 
 
 def changes(frames: Frames) -> Levels:

@@ -32,7 +32,7 @@ def share_followed(folder):
         ranks={"actions": 2},
         num_frames=NUM_FRAMES,
         actions=ActionsRecipe(),
-        width=2,
+        width=3,
         scaling=None,
         check=lambda told: None,
     )

@@ -15,7 +15,7 @@ REWARD = "val/reward/brightness"
 JUDGE = "val/judge/seen_action/mean"
 METRICS: Mapping[str, str] = {
     "actions followed (chance .33)": f"{REWARD}/following/mean",
-    "- of those without a button, which change nothing": f"{REWARD}/still/mean",
+    "- of those that change nothing": f"{REWARD}/still/mean",
     "distance of a change from the nearest move, in steps": f"{REWARD}/residual/mean",
     "judge (inverse dynamics that RL never sees)": JUDGE,
 }

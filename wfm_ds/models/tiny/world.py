@@ -27,7 +27,7 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
         "latent_patch_size": 2,
         "patch_latent_dim": 16,
         "action_gen": True,
-        "action_dim": 2,
+        "action_dim": 3,
         "num_embodiment_domains": 1,
     }
 )
