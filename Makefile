@@ -24,6 +24,9 @@ quickstart: $(SETUP)  ## Train the digits model by SFT, improve it by DiffusionN
 quickstart-video: $(SETUP)  ## Train moving shapes by SFT, improve them by DiffusionNFT, show the result (docs/video.md)
 	$(PY) -m wfm_ds.quickstart --world moving --output outputs/quickstart-video
 
+quickstart-world: $(SETUP)  ## Train a tiny Cosmos3 on clips with actions, improve how it follows them, show the result (docs/world.md)
+	$(PY) -m wfm_ds.quickstart --world world --output outputs/quickstart-world
+
 test: $(SETUP)  ## Run the tests; variants by ARGS="tests/pipes -k ledger"
 	$(PY) -m pytest -n $(JOBS) --dist loadfile $(or $(ARGS),-m "not slow and not gpu")
 
@@ -36,4 +39,4 @@ bench: $(SETUP)  ## Measure the kernels on a GPU, or count their launches, bytes
 gpu: $(SETUP)  ## Everything that one GPU can show, in an hour; ARGS="--tiny" rehearses it on a CPU (docs/performance.md)
 	$(PY) -m benchmarks.gpu day $(ARGS)
 
-.PHONY: help setup quickstart quickstart-video test lint bench gpu
+.PHONY: help setup quickstart quickstart-video quickstart-world test lint bench gpu

@@ -76,7 +76,7 @@ CASES = {
         blocks=("layers",),
     ),
     "world": Case(
-        size=(8, 16, 5),
+        size=(8, 16, 9),
         load_options={"guardrail": "off"},
         stock_parts={"safety_checker": NoGuardrail()},
         one_by_one=True,

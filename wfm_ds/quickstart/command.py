@@ -23,7 +23,7 @@ from wfm_ds.quickstart.world import World, sft_pipeline
 from wfm_ds.recipe import shipped
 
 MARKER = "QUICKSTART"
-WORLDS = ("digits", "moving")
+WORLDS = ("digits", "moving", "world")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,7 +32,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def parser() -> Parser:
     p = Parser(prog="python -m wfm_ds.quickstart", description=" ".join(__doc__.split("\n\n")[0].split()))
-    p.add_argument("--world", choices=WORLDS, default=WORLDS[0], help="handwritten digits, or videos of moving shapes")
+    p.add_argument(
+        "--world",
+        choices=WORLDS,
+        default=WORLDS[0],
+        help="handwritten digits, videos of moving shapes, or a wall that follows actions",
+    )
     p.add_argument("--output", type=Path, help="replaced if a quickstart made it (outputs/quickstart, ...-video)")
     p.add_argument("--seed", type=int, default=0, help="run.seed of both runs")
     p.add_argument("--rl", default="nft", metavar="RECIPE", help="the second recipe of recipes/WORLD/ (nft)")
@@ -57,6 +62,10 @@ def world_of(name: str) -> World:
         from wfm_ds.quickstart.digits import Digits
 
         return Digits()
+    if name == "world":
+        from wfm_ds.quickstart.brightness import Brightness
+
+        return Brightness()
     from wfm_ds.quickstart.moving import MovingShapes
 
     return MovingShapes()
@@ -101,7 +110,8 @@ def improve(
         f"run.output_dir={out}",
         f"run.seed={seed}",
         f"model.path={start['artifacts']['pipeline']}",
-        f"data.path={folder / 'data' / 'prompts'}",
+        f"data.path={folder / 'data' / world.asked}",
+        *world.rl_overrides(folder),
         *overrides,
     )
 
@@ -133,7 +143,8 @@ def show(world: World, folder: Path, run: Path, *, seconds: float) -> None:
     """Write the pictures and report.md, and print it: the table and the lines that load the result."""
     from wfm_ds.checkpoint.export import loading_lines
 
-    base, lora = sft_pipeline(run), json.loads((run / "result.json").read_text())["artifacts"]["lora"]
+    base, artifacts = sft_pipeline(run), json.loads((run / "result.json").read_text())["artifacts"]
+    lora, made = "lora" in artifacts, Path(artifacts.get("lora") or artifacts["pipeline"])
     compared = world.show(folder, run)
     report = "\n".join(
         [
@@ -143,11 +154,11 @@ def show(world: World, folder: Path, run: Path, *, seconds: float) -> None:
             "",
             "Load the result with plain diffusers:",
             "",
-            *(f"    {line}" for line in loading_lines(Path(base), Path(lora), lora=True).splitlines()),
+            *(f"    {line}" for line in loading_lines(Path(base), made, lora=lora).splitlines()),
             "",
             "Draw more with it, as a page of pictures:",
             "",
-            f"    python -m wfm_ds.generate --model {base} --lora {lora} \\",
+            f"    python -m wfm_ds.generate {f'--model {base} --lora {made}' if lora else f'--pipeline {made}'} \\",
             f"        {world.more(folder)}",
         ]
     )

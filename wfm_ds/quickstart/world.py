@@ -19,7 +19,9 @@ class World(ABC):
     what: ClassVar[str]
     """What its data shows."""
     media: ClassVar[str]
-    """The folder of its data that SFT learns from; RL is asked the prompts in `prompts`."""
+    """The folder of its data that SFT learns from."""
+    asked: ClassVar[str] = "prompts"
+    """The folder of its data that RL is asked for: prompts, or clips that samples begin with."""
     output: ClassVar[Path]
     """Where its quickstart leaves everything, unless told otherwise."""
 
@@ -29,6 +31,10 @@ class World(ABC):
 
     def sft_overrides(self, folder: Path) -> list[str]:
         """Keys of the SFT recipe that name files of the quickstart's folder, beside its model and data."""
+        return []
+
+    def rl_overrides(self, folder: Path) -> list[str]:
+        """Keys of the RL recipe that name files of the quickstart's folder, beside its model and data."""
         return []
 
     @abstractmethod
