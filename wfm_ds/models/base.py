@@ -9,7 +9,7 @@ import copy
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +62,7 @@ class DiffusionModel(ABC):
     block_classes: ClassVar[tuple[type[nn.Module], ...]]  # for checkpointing, ZeRO-3 leaves, compile
     video: ClassVar[bool] = False  # pixels [B,3,F,H,W] and latents [B,C,T,h,w], also for a single frame
     prompt_templates: ClassVar[tuple[str, ...]] = ()  # the recipe's choices, if the stock pipeline wraps prompts
+    default_side: ClassVar[int | None] = None  # pixels of a stock picture, if the network's config has no sample_size
     has_guardrail: ClassVar[bool] = False  # the pipeline has a safety checker (models/guardrail.py)
     # A family's default, which a loaded pipeline may narrow down or widen:
     denoiser_parts: tuple[str, ...] = ("transformer",)  # names in model_index.json; Wan 2.2 has two experts
@@ -107,6 +108,11 @@ class DiffusionModel(ABC):
     @classmethod  # noqa: B027, most families load whatever their classes name
     def check_folder(cls, folder: Path) -> None:
         """ModelError for a pipeline of the family's classes that cannot be loaded, before that is tried."""
+
+    @classmethod
+    def stock_guidance(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
+        """The w of a stock picture, by the pipeline's model_index.json and the arguments of its call."""
+        return float(call.get("guidance_scale", 1.0))
 
     def take_denoiser(self, pipeline: Any) -> nn.Module:
         """The one module that the engine trains; it holds all of `denoiser_parts`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,7 @@ class QwenImage(DiffusionModel):
     default_lora_targets = TARGETS
     lora_names = renamed(BLOCK, BLOCK, OWN_NAMES)  # diffusers' code is the authors' own
     comfyui_prefix = "transformer"
+    default_side = 1024
     block_classes = (QwenImageTransformerBlock,)
 
     @classmethod
@@ -55,6 +56,10 @@ class QwenImage(DiffusionModel):
         for key in ("guidance_embeds", "zero_cond_t", "use_additional_t_cond"):
             if config.get(key):
                 raise ModelError(f"{folder}: a Qwen-Image transformer with {key} is not supported; use Qwen/Qwen-Image")
+
+    @classmethod
+    def stock_guidance(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
+        return float(call["true_cfg_scale"])
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
