@@ -28,7 +28,7 @@ WEIGHTS = "model.safetensors"
 
 @dataclass
 class Source:
-    """What an export asks of an engine, for a denoiser in one process."""
+    """The part of an engine that an export asks, for a denoiser in one process."""
 
     model: DiffusionModel
     lora: bool

@@ -75,7 +75,7 @@ class QwenImage(DiffusionModel):
         return {EMBEDS: embeds, MASK: mask}
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Those of the longest text that there is."""
+        """Shapes of the longest text that there is."""
         length = self.max_sequence_length
         return {EMBEDS: (length, self.config.joint_attention_dim), MASK: (length,)}
 
@@ -135,7 +135,7 @@ class QwenImage(DiffusionModel):
         return int(shape[1] // PATCH * (shape[2] // PATCH))
 
     def sigmas(self, num_steps: int, shape: Sequence[int]) -> Tensor:
-        """As every family's; one step goes from 1 to 0, where the scheduler divides by the 0 between its ends."""
+        """The stock grid; of one step 1 and 0, where the scheduler divides by the distance between its ends, 0."""
         return torch.tensor([1.0, 0.0], dtype=torch.float64) if num_steps == 1 else super().sigmas(num_steps, shape)
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
