@@ -1,4 +1,4 @@
-"""What the checks must know of a family besides its class, and how its stock pipeline is asked."""
+"""The facts that the checks need about a family besides its class, and calls of its stock pipeline."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def denoise_latents(
 
 
 def draw(pipeline: Any, case: Case, sigmas: Sequence[float] | Tensor, **more: Any) -> Tensor:
-    """What a stock pipeline makes of PROMPTS, or more["prompt"], on this grid: images [B,C,H,W], frames [B,C,F,H,W], or
-    latents as it has them. more: arguments of its call."""
+    """Return what a stock pipeline makes of PROMPTS, or more["prompt"], on this grid: images [B,C,H,W], frames
+    [B,C,F,H,W], or latents as it has them. more: arguments of its call."""
     if not case.euler:
         pipeline.scheduler = GridEuler(shift=1.0).on(sigmas)
     call: dict[str, Any] = {"prompt": PROMPTS, "output_type": "latent", "num_inference_steps": len(sigmas) - 1, **more}

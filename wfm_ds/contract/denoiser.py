@@ -119,7 +119,7 @@ def add_adapter(model: DiffusionModel, b_std: float) -> None:
 
 
 def gradients(subject: Subject, model: DiffusionModel, *, checkpointing: bool) -> dict[str, Tensor]:
-    """Those of a loss on each expert, by name; 0 where autograd gives none."""
+    """Gradients of a loss on each expert, by name; 0 where autograd gives none."""
     for part in model.denoiser_parts:
         getattr(model.pipeline, part).gradient_checkpointing = False
     module: Any = model.denoiser
