@@ -51,7 +51,8 @@ def released_estimate(recipe: Recipe, world_size: int) -> Estimate:
         raise RecipeError(
             f"model.path {recipe.model.path}: {name} is no released model that benchmarks/released.py has"
         )
-    model = known.load(inputs=recipe.data.inputs)
+    model = known.load()
+    model.inputs = frozenset(recipe.data.inputs)
     model.max_sequence_length = recipe.model.max_sequence_length or model.max_sequence_length
     return estimate(recipe, model, world_size, encoder_bytes=known.text_parameters * BFLOAT16)
 

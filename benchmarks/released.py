@@ -7,7 +7,7 @@ was downloaded). A test holds the number of parameters that follows from them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -66,9 +66,9 @@ class Released:
     other_parts: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     text_parameters: int = 0  # of its text encoders together, to three digits
 
-    def load(self, device: torch.device = META, inputs: Collection[str] = (), **changes: Any) -> DiffusionModel:
+    def load(self, device: torch.device = META, **changes: Any) -> DiffusionModel:
         """The family around a denoiser in bfloat16, without values or, on another device, with random ones. changes: to
-        the denoiser's configuration. inputs: as data.inputs of a recipe. ModelError if there is no such family."""
+        the denoiser's configuration. ModelError if there is no such family."""
         known = {name: family for family in registry.families().values() for name in family.pipeline_classes}
         if self.pipeline.__name__ not in known:
             raise ModelError(f"{self.title}: no family loads a {self.pipeline.__name__}")
@@ -84,7 +84,6 @@ class Released:
             dtype=torch.bfloat16,
             device=device,
             max_sequence_length=None,
-            inputs=inputs,
         )
 
     def texts(self, *, frozen: bool, max_sequence_length: int | None = None) -> dict[str, Tensor]:

@@ -229,6 +229,18 @@ def test_the_towers_share_the_network_and_no_parameter_is_left_but_the_heads_of_
     assert names - denoises - reads == {"lm_head.weight", "norm.weight"}
 
 
+def test_full_training_leaves_alone_what_a_run_does_not_use(model, tiny_pipelines):
+    told = fresh(tiny_pipelines, inputs=["actions"])
+    reads = {"action_modality_embed", "action_proj_in.fc.weight", "action_proj_in.bias.weight"}
+    predicts = {"action_proj_out.fc.weight", "action_proj_out.bias.weight"}
+    assert model.frozen_names() == reads | predicts
+    assert told.frozen_names() == predicts
+    noise, sigma, text = one_call(told)
+    told.denoise(noise, sigma, text | actions_of(told)).square().mean().backward()
+    without = {name for name, weight in told.bare_denoiser.named_parameters() if weight.grad is None}
+    assert without == predicts
+
+
 def test_a_dropped_text_tower_leaves_what_was_encoded(tiny_pipelines):
     model = fresh(tiny_pipelines)
     arguments = one_call(model)
