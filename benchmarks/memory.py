@@ -52,6 +52,7 @@ def released_estimate(recipe: Recipe, world_size: int) -> Estimate:
             f"model.path {recipe.model.path}: {name} is no released model that benchmarks/released.py has"
         )
     model = known.load()
+    model.inputs = frozenset(recipe.data.inputs)
     model.max_sequence_length = recipe.model.max_sequence_length or model.max_sequence_length
     return estimate(recipe, model, world_size, encoder_bytes=known.text_parameters * BFLOAT16)
 

@@ -21,6 +21,8 @@ from diffusers import (
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
     Cosmos2_5_PredictBasePipeline,
+    Cosmos3OmniPipeline,
+    Cosmos3OmniTransformer,
     CosmosTransformer3DModel,
     DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
@@ -75,8 +77,9 @@ class Released:
             parts |= {"transformer": self.transformer(**changes).bfloat16(), "vae": self.vae()}
             parts |= {name: make() for name, make in self.other_parts.items()}
         parts["scheduler"] = self.scheduler()
-        return known[self.pipeline.__name__](
-            self.pipeline(**parts),
+        family = known[self.pipeline.__name__]
+        return family(
+            self.pipeline(**parts | family.placeholders()),
             Path(self.folder),
             dtype=torch.bfloat16,
             device=device,
@@ -127,6 +130,42 @@ cosmos = partial(
     crossattn_proj_in_channels=100352,
     encoder_hidden_states_channels=1024,
 )
+cosmos3 = partial(Cosmos3OmniTransformer, action_gen=True, action_dim=64)
+cosmos3_edge = partial(
+    cosmos3,
+    num_hidden_layers=28,
+    hidden_size=2048,
+    intermediate_size=9216,
+    num_attention_heads=16,
+    vocab_size=131072,
+    hidden_act="relu2",
+    qk_norm_for_text=False,
+    use_und_k_norm_for_gen=True,
+)
+cosmos3_super = partial(
+    cosmos3, num_hidden_layers=64, hidden_size=5120, intermediate_size=25600, num_attention_heads=64
+)
+wan22_vae = partial(
+    AutoencoderKLWan,
+    base_dim=160,
+    decoder_base_dim=256,
+    z_dim=48,
+    is_residual=True,
+    in_channels=12,
+    out_channels=12,
+    patch_size=2,
+    scale_factor_spatial=16,
+    latents_mean=[0.0] * 48,
+    latents_std=[1.0] * 48,
+)
+
+
+def cosmos3_text(num_layers: int) -> dict[str, tuple[int, ...]]:
+    """What 300 tokens of a caption leave in the layers of a text tower."""
+    cached = (300, num_layers, 8, 128)
+    return {"text_keys": cached, "text_values": cached, "text_mask": (300,)}
+
+
 # Parameters of text encoders.
 GEMMA_2B, UMT5_XXL, QWEN_7B = 2_610_000_000, 5_680_000_000, 8_290_000_000
 QWEN3_4B = 4_020_000_000
@@ -304,6 +343,39 @@ RELEASED = {
         size=(704, 1280, 93),
         other_parts={"safety_checker": nn.Identity},
         text_parameters=QWEN_7B,
+    ),
+    "cosmos3_edge": Released(
+        title="Cosmos3 Edge",
+        folder="Cosmos3-Edge",
+        pipeline=Cosmos3OmniPipeline,
+        transformer=cosmos3_edge,
+        vae=wan22_vae,
+        scheduler=wan_unipc,
+        conditioning=cosmos3_text(28),
+        size=(480, 832, 93),
+        text_parameters=1_680_000_000,
+    ),
+    "cosmos3_nano": Released(
+        title="Cosmos3 Nano",
+        folder="Cosmos3-Nano",
+        pipeline=Cosmos3OmniPipeline,
+        transformer=cosmos3,
+        vae=wan22_vae,
+        scheduler=wan_unipc,
+        conditioning=cosmos3_text(36),
+        size=(704, 1280, 93),
+        text_parameters=7_570_000_000,
+    ),
+    "cosmos3_super": Released(
+        title="Cosmos3 Super",
+        folder="Cosmos3-Super",
+        pipeline=Cosmos3OmniPipeline,
+        transformer=cosmos3_super,
+        vae=wan22_vae,
+        scheduler=wan_unipc,
+        conditioning=cosmos3_text(64),
+        size=(704, 1280, 93),
+        text_parameters=32_000_000_000,
     ),
     "cosmos14b": Released(
         title="Cosmos-Predict2.5 14B",

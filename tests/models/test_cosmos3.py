@@ -121,6 +121,69 @@ def test_captions_are_the_ids_that_the_stock_pipeline_makes(model, stock):
             assert [model.token_ids(caption) for caption in captions] == list(want)
 
 
+def test_the_stock_call_draws_the_first_of_its_prompts_and_no_other(model, stock):
+    grid = model.sigmas(2, model.latent_shape(*IMAGE))
+    call = model.pipeline_call(1.0, *IMAGE)
+    first, both = (
+        stock(prompts, grid, generator=torch.Generator().manual_seed(1), **call) for prompts in (PROMPTS[:1], PROMPTS)
+    )
+    assert both.shape[0] == 1
+    assert torch.equal(both, first)
+
+
+def test_the_stock_call_forgets_the_given_frame_of_latents_that_it_is_given(model, stock):
+    shape = model.latent_shape(*VIDEO)
+    grid, call = model.sigmas(2, shape), model.pipeline_call(1.0, *VIDEO)
+    image, noise = torch.zeros(1, 3, 32, 48), seeded_normal([1], shape)
+    drawn = stock(PROMPTS[0], grid, image=image, latents=noise, **call)
+    assert torch.equal(drawn[:, :, 0], noise[:, :, 0])  # no step moves it: the noise is taken to be the frame
+
+
+def test_videos_in_one_call_of_the_stock_transformer_see_each_other(model, stock):
+    """Two videos behind one text, the second of them another one."""
+    pipeline, shape = stock.pipeline, model.latent_shape(*OVERHANGING)
+    ids = torch.tensor(model.token_ids(PROMPTS[0]))
+    text = pipeline._prepare_text_segment(ids.tolist(), device="cpu")
+    first, *others = seeded_normal([1, 2, 3], shape)[:, None]
+
+    @torch.no_grad()
+    def velocity_beside(other):
+        segments, start = [], text["und_len"]
+        for latents in (first, other):
+            made = pipeline._prepare_vision_segment(
+                latents, False, text["vision_start_temporal_offset"], FPS, start, "cpu"
+            )
+            segments.append(made)
+            start += made["num_vision_tokens"]
+        joined = {
+            name: torch.cat([segment[name] for segment in segments])
+            for name in ("vision_sequence_indexes", "vision_mse_loss_indexes")
+        }
+        lists = {
+            name: [segment[name][0] for segment in segments]
+            for name in ("vision_token_shapes", "vision_noisy_frame_indexes")
+        }
+        positions = [text["text_mrope_ids"], *(segment["vision_mrope_ids"] for segment in segments)]
+        return pipeline.transformer(
+            input_ids=text["input_ids"],
+            text_indexes=text["text_indexes"],
+            position_ids=torch.cat(positions, 1),
+            und_len=text["und_len"],
+            sequence_length=start,
+            vision_tokens=[first, other],
+            vision_timesteps=torch.full((start - text["und_len"],), 500.0),
+            **joined,
+            **lists,
+        ).sample[0]
+
+    one, another = map(velocity_beside, others)
+    assert (one - another).abs().max() > 1e-3
+
+
+def test_the_stock_pipeline_has_no_loader_of_adapters(stock):
+    assert not hasattr(stock.pipeline, "load_lora_weights")
+
+
 # Actions
 
 
@@ -164,6 +227,18 @@ def test_the_towers_share_the_network_and_no_parameter_is_left_but_the_heads_of_
     assert reads < names
     assert not denoises & reads
     assert names - denoises - reads == {"lm_head.weight", "norm.weight"}
+
+
+def test_full_training_leaves_alone_what_a_run_does_not_use(model, tiny_pipelines):
+    told = fresh(tiny_pipelines, inputs=["actions"])
+    reads = {"action_modality_embed", "action_proj_in.fc.weight", "action_proj_in.bias.weight"}
+    predicts = {"action_proj_out.fc.weight", "action_proj_out.bias.weight"}
+    assert model.frozen_names() == reads | predicts
+    assert told.frozen_names() == predicts
+    noise, sigma, text = one_call(told)
+    told.denoise(noise, sigma, text | actions_of(told)).square().mean().backward()
+    without = {name for name, weight in told.bare_denoiser.named_parameters() if weight.grad is None}
+    assert without == predicts
 
 
 def test_a_dropped_text_tower_leaves_what_was_encoded(tiny_pipelines):

@@ -60,7 +60,7 @@ def test_four_ranks_in_any_shape_train_like_one_process(four_ranks, assert_alike
     assert_alike(four_ranks, "sd3", lora, config=config, sp=sp)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "cosmos3"])
 def test_every_family_trains_adapters_like_one_process(two_ranks, assert_alike, family):
     assert_alike(two_ranks, family, True, config="zero2", sp=2)
 

@@ -71,7 +71,6 @@ class DiffusionModel(ABC):
     # A family's default, which a loaded pipeline may narrow down or widen:
     denoiser_parts: tuple[str, ...] = ("transformer",)  # names in model_index.json; Wan 2.2 has two experts
     conditional_frames: tuple[int, ...] = (0,)  # how many first latent frames may be given (conditional_frames.py)
-    frozen: tuple[str, ...] = ()  # patterns of names in the denoiser's files that full training leaves as they are
 
     def __init__(
         self,
@@ -155,6 +154,12 @@ class DiffusionModel(ABC):
 
     def check_prompts(self, prompts: Sequence[str]) -> None:  # noqa: B027, most families have no guardrail
         """ModelError if the pipeline's guardrail refuses a prompt that is to be generated from."""
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Patterns of names in the denoiser's files that full training leaves as they are, and exports take from the
+        base."""
+        return ()
 
     def frozen_names(self) -> frozenset[str]:
         """The denoiser's parameters that full training leaves as they are."""

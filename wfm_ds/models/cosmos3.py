@@ -59,7 +59,6 @@ class Cosmos3(DiffusionModel):
         super().__init__(pipeline, path, max_sequence_length=EXPECTED_TOKENS, **options)
         tower: Any = self.bare_denoiser
         tower.fps, tower.temporal_compression = self.fps, self.pipeline.vae_scale_factor_temporal
-        self.frozen = (*OF_TEXT, *UNUSED, *(() if "actions" in self.inputs else OF_ACTIONS))
 
     @classmethod
     def extra_parts(cls, folder: Path, setting: Guardrail) -> dict[str, Any]:
@@ -78,6 +77,10 @@ class Cosmos3(DiffusionModel):
 
     def frozen_parts(self) -> list[nn.Module]:
         return [*super().frozen_parts(), *self.text_parts().values()]
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        return (*OF_TEXT, *UNUSED, *(() if "actions" in self.inputs else OF_ACTIONS))
 
     def text_parts(self) -> dict[str, nn.Module]:
         return {} if self.text_tower is None else {"text_tower": self.text_tower}

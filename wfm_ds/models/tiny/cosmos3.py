@@ -21,8 +21,8 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,  # two ranks can share a video
         "head_dim": 16,
         "rope_scaling": {"mrope_section": [4, 2, 2]},
         "rope_theta": 1e4,
