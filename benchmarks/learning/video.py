@@ -63,9 +63,9 @@ COLUMNS: Mapping[str, str] = {
     "right way": f"{REWARD}/right_way/mean",
     "identity": f"{REWARD}/identity/mean",
     "judge: direction": f"{JUDGE}/direction/mean",
-    "judge: shape": f"{JUDGE}/mean",
+    "judge: shape": f"{JUDGE}/shape/mean",
     "judge: both": f"{JUDGE}/both/mean",
-    "PSNR to the nearest real clip": f"{JUDGE}/psnr/mean",
+    "PSNR to the nearest real clip": f"{JUDGE}/mean",
     "share of real clips": f"{JUDGE}/real/mean",
 }
 

@@ -21,10 +21,10 @@ METRICS: Mapping[str, str] = {
     "reward": f"{REWARD}/mean",
     "- moves more than half of the way in the right direction": f"{REWARD}/right_way/mean",
     "- looks like the shape in every frame": f"{REWARD}/identity/mean",
-    "judge: nearest real clip has the right shape": f"{JUDGE}/mean",
+    "judge: nearest real clip has the right shape": f"{JUDGE}/shape/mean",
     "judge: nearest real clip has the right direction": f"{JUDGE}/direction/mean",
     "judge: both": f"{JUDGE}/both/mean",
-    "judge: PSNR to the nearest real clip, dB": f"{JUDGE}/psnr/mean",
+    "judge: PSNR to the nearest real clip, dB": f"{JUDGE}/mean",
     "judge: share of real clips": f"{JUDGE}/real/mean",
 }
 STARTS = f"correct starts hit, of {NUM_PLACES}"

@@ -14,11 +14,10 @@ MAX_PSNR = 60.0
 
 
 class NearestClip(Reward):
-    """1.0 if the real clip that the video is nearest to has the shape asked for, else 0.0.
+    """PSNR of the video to the nearest real clip, in dB, for cells of 0 to 1 and at most 60.
 
-    Parts: `direction`, the same of the direction; `both`; `psnr`, the ratio in dB of the brightest cell to the
-    difference from that clip, at most 60; `real`, 1.0 if the mean squared difference is below .01. Metadata: `shape`,
-    `direction`.
+    Parts, 0.0 or 1.0: `shape` and `direction`, that clip has the one asked for; `both`; `real`, the mean squared
+    difference is below .01. Metadata: `shape`, `direction`.
     """
 
     name = "nearest_clip"
@@ -26,7 +25,7 @@ class NearestClip(Reward):
     outputs: ClassVar = {part: Range(0.0, 1.0) for part in ("shape", "direction", "both", "real")} | {
         "psnr": Range(0.0, MAX_PSNR)
     }
-    primary = "shape"
+    primary = "psnr"
     needs = ("shape", "direction")
 
     def score(self, batch: MediaBatch) -> list[Score]:
@@ -39,9 +38,9 @@ class NearestClip(Reward):
             return item.failed(str(reason))
         shape, direction = clip.shape == item.metadata["shape"], clip.direction == item.metadata["direction"]
         return item.scored(
-            float(shape),
+            min(MAX_PSNR, -10 * float(np.log10(error + 1e-12))),
+            shape=float(shape),
             direction=float(direction),
             both=float(shape and direction),
-            psnr=min(MAX_PSNR, -10 * float(np.log10(error + 1e-12))),
             real=float(error < REAL),
         )
