@@ -14,9 +14,18 @@ Frames = npt.NDArray[np.uint8]
 
 NUM_FRAMES, HEIGHT, WIDTH = 5, 8, 16
 NUM_ACTIONS = NUM_FRAMES - 1
-STEP = 0.2  # of brightness
+STEP = 0.4  # of brightness
+FARTHEST = 2  # steps from the start: a trajectory never leads to black or white
 MOVES = (-1, 0, 1)  # steps: darker, as it is, brighter
 STARTS = 0.2  # first frames have levels from -STARTS to STARTS, so that every trajectory stays in range
+
+
+def draw_moves(draw: np.random.Generator) -> npt.NDArray[np.int64]:
+    """Return moves [4] that go no farther than FARTHEST from the start; all such trajectories are equally likely."""
+    while True:
+        moves: npt.NDArray[np.int64] = draw.choice(MOVES, size=NUM_ACTIONS)
+        if np.abs(np.cumsum(moves)).max() <= FARTHEST:
+            return moves
 
 
 def levels_of(start: float, moves: npt.NDArray[np.int64]) -> Levels:

@@ -26,7 +26,6 @@ from wfm_ds.types import Prompt
 TESTS = str(Path(__file__).parent.parent)
 FRAMES = 5
 COMMON = [
-    "model.family=steered:Steered",
     "data.inputs=[actions, domain]",
     f"sampling.num_frames={FRAMES}",
     "optimizer.eps=1e-4",
@@ -37,10 +36,12 @@ COMMON = [
 ]
 RL = ["reward.functions=[{name: 'steered:Obedience'}]", "validation.num_prompts=2"]
 GIVEN = ["algorithm.min_num_conditional_frames=1", "algorithm.max_num_conditional_frames=1"]
+STEERED = "model.family=steered:Steered"
 CASES = {
-    "nft": ("cosmos25_i2v_nft", [*RL, "rollout.trajectories=shuffle"]),
-    "ddrl": ("cosmos25_ddrl", [*RL, *GIVEN, "algorithm.kl_beta=.1"]),
-    "sft": ("cosmos25_sft", [*GIVEN, "sampling.height=32", "sampling.width=32"]),
+    "nft": ("cosmos25_i2v_nft", [STEERED, *RL, "rollout.trajectories=shuffle"]),
+    "ddrl": ("cosmos25_ddrl", [STEERED, *RL, *GIVEN, "algorithm.kl_beta=.1"]),
+    "sft": ("cosmos25_sft", [STEERED, *GIVEN, "sampling.height=32", "sampling.width=32"]),
+    "cosmos3": ("cosmos3_nft", [*RL, *GIVEN, "data.kind=paired", "rollout.trajectories=shuffle"]),
 }
 
 
@@ -55,7 +56,7 @@ def world(tmp_path_factory):
 def settings(case, folder, tiny_pipelines, world, *overrides):
     name, of_case = CASES[case]
     overrides = [*COMMON, *of_case, f"run.output_dir={folder}", *overrides]
-    made = tiny_recipe(name, folder, tiny_pipelines("cosmos25"), *overrides, data=world)
+    made = tiny_recipe(name, folder, tiny_pipelines(name.partition("_")[0]), *overrides, data=world)
     return {**made, "folder": TESTS}
 
 
@@ -85,7 +86,7 @@ def test_runs_told_actions_train_alike_on_one_rank_and_on_two(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "ranks"), [("nft", 1), ("ddrl", 2)])
+@pytest.mark.parametrize(("case", "ranks"), [("cosmos3", 1), ("ddrl", 2)])
 def test_workers_are_told_the_actions(case, ranks, one_rank, two_ranks, tiny_pipelines, world, tmp_path):
     group = one_rank if ranks == 1 else two_ranks
     one_by_one = ["engine.max_forward_batch=4", "validation.at_start=false"]  # as a worker denoises: a group at a time

@@ -63,7 +63,7 @@ def test_another_trajectory_and_a_half_step_cost():
 
 def test_right_means_of_wrong_frames_follow_and_fool_neither_the_reward_nor_the_judge():
     frames = pixels(levels_of(0.0, MOVES)).astype(int)
-    stripes = np.where(np.arange(16) % 2, 40, -40)[None, None, :, None] * np.ones((5, 1, 1, 1), int)
+    stripes = np.where(np.arange(16) % 2, 60, -60)[None, None, :, None] * np.ones((5, 1, 1, 1), int)
     fooled = (frames + stripes).astype(np.uint8)
     score = scored(loaded("brightness"), fooled, actions=actions_of(MOVES))
     assert score.parts["following"] == 1

@@ -19,7 +19,7 @@ from wfm_ds.data.moving import write_video
 from wfm_ds.errors import DataError
 from wfm_ds.program import program
 from wfm_ds.seeds import derive_seed
-from wfm_reward.brightness_world import MOVES, NUM_ACTIONS, STARTS, Frames, actions_of, levels_of, pixels
+from wfm_reward.brightness_world import STARTS, Frames, actions_of, draw_moves, levels_of, pixels
 
 NUM_CLIPS, NUM_HELD_OUT = 2048, 256
 WRONG = 0.5  # of the clips to learn from
@@ -31,7 +31,7 @@ PROMPTS, START = "prompts.txt", "start.png"
 def write_clip(folder: Path, number: int, *, wrong: float) -> Frames:
     """Write NNNN.mkv, .json and .actions.npy, and return the frames; with this probability the actions are others."""
     draw = np.random.Generator(np.random.PCG64(derive_seed(0, "brightness", folder.name, number)))
-    moves, others = draw.choice(MOVES, size=(2, NUM_ACTIONS))
+    moves, others = draw_moves(draw), draw_moves(draw)
     stem, frames = f"{number:04}", pixels(levels_of(draw.uniform(-STARTS, STARTS), moves))
     write_video(folder / f"{stem}.mkv", frames)
     np.save(folder / f"{stem}.actions.npy", actions_of(others if draw.random() < wrong else moves))

@@ -16,8 +16,8 @@ class Brightness(Reward):
     """Share of the actions that are followed, less the mean distance of a frame's pixels from one that the nearest of
     the three moves leads to, in steps.
 
-    Parts: `following`, the share alone; `residual`, that distance; `still`, the share of the actions to stay as it is that
-    are followed, where there are any.
+    Parts: `following`, the share alone; `residual`, that distance; `still`, the share of the actions to stay as it is
+    that are followed, where there are any.
     """
 
     name = "brightness"

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
-from wfm_reward.brightness_world import MOVES, NUM_ACTIONS, STARTS, Frames, changes, levels_of, moves_of, pixels
+from wfm_reward.brightness_world import STARTS, Frames, changes, draw_moves, levels_of, moves_of, pixels
 
 NUM_CLIPS = 400
 NEIGHBOURS = 5
@@ -32,7 +32,7 @@ class SeenAction(Reward):
         from sklearn.neighbors import KNeighborsClassifier
 
         draw = np.random.Generator(np.random.PCG64(0))
-        moves = draw.choice(MOVES, size=(NUM_CLIPS, NUM_ACTIONS))
+        moves = np.stack([draw_moves(draw) for _ in range(NUM_CLIPS)])
         starts = draw.uniform(-STARTS, STARTS, NUM_CLIPS)
         clips = [pixels(levels_of(start, one)) for start, one in zip(starts, moves, strict=True)]
         seen = np.concatenate([pairs(clip) for clip in clips])
