@@ -221,7 +221,7 @@ class Count:
         return "\n".join(lines)
 
     def row(self, name: str, tflops: float | None = None) -> dict[str, str]:
-        """The same in one line of a table; with the hours of the run's steps where each GPU reaches `tflops` TFLOP/s."""
+        """The same in one line of a table; with the hours of the run where each GPU reaches `tflops` TFLOP/s."""
         *purposes, total = cost(self.steps, self.flops, self.derived.num_replicas)
         forwards = ", ".join(f"{row['purpose']} {row['forwards a rank']:,.6g}" for row in purposes)
         size, step = self.recipe.sampling, total["forward FLOP"] + total["backward FLOP"]
