@@ -1,5 +1,7 @@
 """`wfm init`: recipes that fit what is there, are read back, and stand for something that trains."""
 
+import json
+
 import pytest
 import yaml
 from PIL import Image
@@ -73,6 +75,24 @@ def test_media_that_are_too_small_get_a_size_that_they_fill(init, pictures, tmp_
     _, recipe, _ = init("--data", folder, "--model", tmp_path / "large")
     assert (recipe.sampling.height, recipe.sampling.width) == (64, 128)  # 512 x 768 by 130 / 768, in multiples of 32
     assert recipe.sampling.guidance_scale == 3.0
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "guidance"),
+    [
+        ("flux2", {}, 4.0),
+        ("flux2", {"is_distilled": True}, 1.0),
+        ("qwen_image", {}, 4.0),
+    ],
+)
+def test_a_pipeline_that_states_no_size_has_that_of_its_family(tmp_path, family, more, guidance):
+    for part in registry.resolve(f"tiny:{family}").iterdir():
+        if part.name not in ("call.json", "model_index.json"):
+            (tmp_path / part.name).symlink_to(part)
+    index = json.loads((registry.resolve(f"tiny:{family}") / "model_index.json").read_text())
+    (tmp_path / "model_index.json").write_text(json.dumps(index | more))
+    found = command.described(str(tmp_path))
+    assert (found.height, found.width, found.guidance_scale) == (1024, 1024, guidance)
 
 
 def test_videos_are_for_video_models(init, tmp_path):

@@ -15,6 +15,7 @@ from multi_rank.sharing import CASES, built, run
 from wfm_ds.engine import attention
 from wfm_ds.engine.attention import KERNELS, attention_layers, choose, in_use, obstacle, use
 from wfm_ds.errors import UserError
+from wfm_ds.models import registry
 
 SERVED = ("sd3", "wan", "wan, image embeddings", "cosmos25")
 HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
@@ -81,6 +82,23 @@ class CallsOfTorch(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         self.count += function is torch.nn.functional.scaled_dot_product_attention
         return function(*args, **(kwargs or {}))
+
+
+def test_both_kinds_of_blocks_of_flux2_reach_the_chosen_kernel(counted, tiny_pipelines):
+    model = registry.load(tiny_pipelines("flux2"), dtype=torch.float32, device="cpu")
+    arguments = torch.randn(1, *model.latent_shape(32, 32)), torch.ones(1), model.encode_text(["a cat"])
+    with torch.no_grad():
+        want = model.denoise(*arguments)
+        use(model.denoiser, "cudnn")
+        torch.testing.assert_close(model.denoise(*arguments), want, rtol=0, atol=1e-6)
+    assert len(counted) == len(list(attention_layers(model.denoiser))) == 2
+
+
+def test_qwen_image_keeps_its_own_attention_for_its_mask(tiny_pipelines, gpu):
+    transformer = registry.load(tiny_pipelines("qwen_image"), dtype=torch.float32, device="cpu").denoiser
+    assert choose("auto", transformer, BF16, gpu(HOPPER), trains=True) == "native"
+    with pytest.raises(UserError, match="takes no mask"):
+        choose("cudnn", transformer, BF16, CUDA, trains=True)
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -104,11 +104,12 @@ def described(path: str) -> Pipeline:
 
     folder = registry.resolve(path, weights=False)
     family = registry.family_of(folder)
-    name = read_json(folder / "model_index.json")["_class_name"]
+    index = read_json(folder / "model_index.json")
+    name = index["_class_name"]
     stock = inspect.signature(getattr(diffusers, name).__call__).parameters
     call = {key: parameter.default for key, parameter in stock.items()} | stored_call(folder)
-    side = None
-    if call.get("height") is None:  # the pipeline asks its parts, as here
+    side = family.default_side if call.get("height") is None else None
+    if side is None and call.get("height") is None:  # the pipeline asks its parts, as here
         side = read_json(folder / "transformer" / "config.json")["sample_size"]
         side *= 2 ** (len(read_json(folder / "vae" / "config.json")["block_out_channels"]) - 1)
     frames = call.get("num_frames", call.get("frames", 1)) if family.video else 1
@@ -119,7 +120,7 @@ def described(path: str) -> Pipeline:
         height=side or call["height"],
         width=side or call["width"],
         num_frames=frames,
-        guidance_scale=float(call.get("guidance_scale", 1.0)),
+        guidance_scale=family.stock_guidance(index, call),
     )
 
 

@@ -1,4 +1,4 @@
-"""What every model family must keep, as checks on a tiny pipeline of its: `python -m wfm_ds.models.check`.
+"""The contract of a model family, as checks on a tiny pipeline of its: `python -m wfm_ds.models.check`.
 
 The reference is always the stock diffusers pipeline of the same folder.
 """

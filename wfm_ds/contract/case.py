@@ -1,4 +1,4 @@
-"""What the checks must know of a family besides its class, and how its stock pipeline is asked."""
+"""The facts that the checks need about a family besides its class, and calls of its stock pipeline."""
 
 from __future__ import annotations
 
@@ -101,12 +101,12 @@ def denoise_latents(
         return deterministic_plan(solver, sigmas).run(predict, noise, [0] * len(noise)).clean
 
 
-def draw(pipeline: Any, case: Case, sigmas: Sequence[float] | Tensor, **call: Any) -> Tensor:
-    """What a stock pipeline makes of PROMPTS, or call["prompt"], on this grid: images [B,C,H,W], frames [B,C,F,H,W],
-    or latents as it has them."""
+def draw(pipeline: Any, case: Case, sigmas: Sequence[float] | Tensor, **more: Any) -> Tensor:
+    """Return what a stock pipeline makes of PROMPTS, or more["prompt"], on this grid: images [B,C,H,W], frames
+    [B,C,F,H,W], or latents as it has them. more: arguments of its call."""
     if not case.euler:
         pipeline.scheduler = GridEuler(shift=1.0).on(sigmas)
-    call = {"prompt": PROMPTS, "output_type": "latent", "num_inference_steps": len(sigmas) - 1} | call
+    call: dict[str, Any] = {"prompt": PROMPTS, "output_type": "latent", "num_inference_steps": len(sigmas) - 1, **more}
     count = len(call["prompt"])
     if isinstance(call.get("negative_prompt"), str):
         call["negative_prompt"] = [call["negative_prompt"]] * count

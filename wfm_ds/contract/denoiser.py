@@ -119,7 +119,7 @@ def add_adapter(model: DiffusionModel, b_std: float) -> None:
 
 
 def gradients(subject: Subject, model: DiffusionModel, *, checkpointing: bool) -> dict[str, Tensor]:
-    """Those of a loss on each expert, by name; 0 where autograd gives none."""
+    """Gradients of a loss on each expert, by name; 0 where autograd gives none."""
     for part in model.denoiser_parts:
         getattr(model.pipeline, part).gradient_checkpointing = False
     module: Any = model.denoiser
@@ -127,6 +127,6 @@ def gradients(subject: Subject, model: DiffusionModel, *, checkpointing: bool) -
         module.enable_gradient_checkpointing()
     module.zero_grad(set_to_none=True)
     for expert in range(len(model.sigma_ranges)):
-        model.denoise(*subject.one_call(model, expert=expert)).square().mean().backward()
+        torch.autograd.backward(model.denoise(*subject.one_call(model, expert=expert)).square().mean())
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trained.items()}

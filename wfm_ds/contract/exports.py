@@ -27,7 +27,7 @@ MATTERS = 1e-2  # how far training must have moved the latents for the compariso
 
 @dataclass
 class Source:
-    """What an export asks of an engine, for a denoiser in one process."""
+    """The part of an engine that an export asks, for a denoiser in one process."""
 
     model: DiffusionModel
     lora: bool

@@ -90,7 +90,7 @@ class Subject:
         return seeded_normal(SEEDS[:count], self.shape)
 
     def generators(self) -> list[torch.Generator]:
-        """What a stock call draws the same noise with."""
+        """Generators with which a stock call draws the same noise."""
         return [torch.Generator("cpu").manual_seed(seed) for seed in SEEDS]
 
     def pixels(self, count: int = 2) -> Tensor:

@@ -15,6 +15,7 @@ from diffusers.models.attention import AttentionModuleMixin
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
 from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
 from diffusers.models.transformers.transformer_cosmos import CosmosAttnProcessor2_0
+from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 from diffusers.models.transformers.transformer_sana_video import SanaAttnProcessor2_0
 from torch import nn
 
@@ -29,7 +30,8 @@ Capability = tuple[int, int]
 FASTER_FROM: Capability = (9, 0)  # where cuDNN's kernel is the faster one, and `auto` takes it
 PROCESSORS: Mapping[type, Any] = {JointAttnProcessor2_0: JointAttention, CosmosAttnProcessor2_0: CosmosAttention}
 """For stock processors that name no kernel to the dispatcher, or do not ask it: those of ours in their place."""
-MASKED = frozenset({SanaAttnProcessor2_0, AttentionToText})  # processors that hide padding of the text by a mask
+# Processors that hide padding of the text by a mask.
+MASKED = frozenset({SanaAttnProcessor2_0, QwenDoubleStreamAttnProcessor2_0, AttentionToText})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,6 +65,7 @@ class DiffusionModel(ABC):
     block_classes: ClassVar[tuple[type[nn.Module], ...]]  # for checkpointing, ZeRO-3 leaves, compile
     video: ClassVar[bool] = False  # pixels [B,3,F,H,W] and latents [B,C,T,h,w], also for a single frame
     prompt_templates: ClassVar[tuple[str, ...]] = ()  # the recipe's choices, if the stock pipeline wraps prompts
+    default_side: ClassVar[int | None] = None  # pixels of a stock picture, if the network's config has no sample_size
     has_guardrail: ClassVar[bool] = False  # the pipeline has a safety checker (models/guardrail.py)
     takes: ClassVar[Mapping[str, Input]] = {}  # what data.inputs may name: actions, c2w, ...
     optional_keys: ClassVar[frozenset[str]] = frozenset()  # conditioning that encode_inputs may add
@@ -123,6 +124,11 @@ class DiffusionModel(ABC):
         """What stands for parts that the pipeline's constructor looks into, where networks have shapes alone (empty.py)
         and the parts are not loaded."""
         return {}
+
+    @classmethod
+    def stock_guidance(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
+        """The w of a stock picture, by the pipeline's model_index.json and the arguments of its call."""
+        return float(call.get("guidance_scale", 1.0))
 
     def take_denoiser(self, pipeline: Any) -> nn.Module:
         """The one module that the engine trains; it holds all of `denoiser_parts`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,7 +56,12 @@ class Flux2Klein(DiffusionModel):
         *("to_qkv_mlp_proj", f"{SINGLE}.attn.to_out"),
     )
     lora_names = LORA_NAMES
+    default_side = 1024
     block_classes = (Flux2TransformerBlock, Flux2SingleTransformerBlock)
+
+    @classmethod
+    def stock_guidance(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
+        return 1.0 if index.get("is_distilled") else super().stock_guidance(index, call)
 
     def check_sampling(self, sampling: SamplingRecipe) -> None:
         if self.pipeline.config.is_distilled and sampling.is_guided():
@@ -117,7 +122,7 @@ class Flux2Klein(DiffusionModel):
             img_ids=image_ids.expand(count, -1, -1),
             return_dict=False,
         )[0]
-        return velocity.transpose(1, 2).unflatten(2, (h, w)).float()
+        return velocity.transpose(1, 2).reshape(count, -1, h, w).float()
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
         """(4 C, H / 2 f, W / 2 f): the channels of a patch."""

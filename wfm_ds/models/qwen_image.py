@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,7 @@ class QwenImage(DiffusionModel):
     default_lora_targets = TARGETS
     lora_names = renamed(BLOCK, BLOCK, OWN_NAMES)  # diffusers' code is the authors' own
     comfyui_prefix = "transformer"
+    default_side = 1024
     block_classes = (QwenImageTransformerBlock,)
 
     @classmethod
@@ -55,6 +56,10 @@ class QwenImage(DiffusionModel):
         for key in ("guidance_embeds", "zero_cond_t", "use_additional_t_cond"):
             if config.get(key):
                 raise ModelError(f"{folder}: a Qwen-Image transformer with {key} is not supported; use Qwen/Qwen-Image")
+
+    @classmethod
+    def stock_guidance(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
+        return float(call["true_cfg_scale"])
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
@@ -70,7 +75,7 @@ class QwenImage(DiffusionModel):
         return {EMBEDS: embeds, MASK: mask}
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Those of the longest text that there is."""
+        """Shapes of the longest text that there is."""
         length = self.max_sequence_length
         return {EMBEDS: (length, self.config.joint_attention_dim), MASK: (length,)}
 
@@ -130,7 +135,7 @@ class QwenImage(DiffusionModel):
         return int(shape[1] // PATCH * (shape[2] // PATCH))
 
     def sigmas(self, num_steps: int, shape: Sequence[int]) -> Tensor:
-        """As every family's; one step goes from 1 to 0, where the scheduler divides by the 0 between its ends."""
+        """The stock grid; of one step 1 and 0, where the scheduler divides by the distance between its ends, 0."""
         return torch.tensor([1.0, 0.0], dtype=torch.float64) if num_steps == 1 else super().sigmas(num_steps, shape)
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
@@ -156,5 +161,5 @@ def packed(latents: Tensor) -> Tensor:
 
 def unpacked(tokens: Tensor, h: int, w: int) -> Tensor:
     """Latents [B, C, h, w] of their tokens."""
-    patches = tokens.transpose(1, 2).unflatten(2, (h // PATCH, w // PATCH))
+    patches = tokens.transpose(1, 2).reshape(len(tokens), -1, h // PATCH, w // PATCH)
     return functional.pixel_shuffle(patches, PATCH)

@@ -126,7 +126,7 @@ class SamplingRecipe(Section):
     grid: Literal["stock", "even"] = "stock"
     """Noise levels of a rollout's steps. `stock`: those of the pipeline's own scheduler; SD3's last one is .001 to
     .009, where next to nothing is left to denoise. `even`: q = 1, (N - 1)/N, .. 1/N for N steps, shifted as that
-    scheduler shifts: next to its own grid for SANA and Wan, refused where it has no fixed shift. Validation and exports
+    scheduler shifts: next to its own grid for SANA and Wan, refused where it has no shift. Validation and exports
     keep the stock grid."""
     solver: Literal["ode", "dpm2", "flow_sde", "dance", "cps", "edm_2ab", "edm_euler"] = "ode"
     """Rollout solver: deterministic `ode` (Euler) or `dpm2` (second-order multistep); stochastic `flow_sde`

@@ -166,7 +166,7 @@ class Recipe(Section):
         """Fill in the section that nothing reads where a language model is trained. ValueError if it is there."""
         algorithm = values.get("algorithm") if isinstance(values, dict) else None
         name = algorithm.get("name") if isinstance(algorithm, dict) else getattr(algorithm, "name", None)
-        if name not in LANGUAGE_ALGORITHMS:
+        if not isinstance(name, str) or name not in LANGUAGE_ALGORITHMS:  # a list is told below that it is none
             return values
         if "sampling" in values:
             raise ValueError(f"{name} does not read the section sampling: remove it")
