@@ -7,7 +7,7 @@ JOBS ?= 2
 export OMP_WAIT_POLICY = PASSIVE
 
 help:  ## This list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 setup: .venv/installed  ## Create .venv and install wfm_ds with everything that tests need
 
@@ -21,6 +21,12 @@ setup: .venv/installed  ## Create .venv and install wfm_ds with everything that 
 quickstart: $(SETUP)  ## Train the digits model by SFT, improve it by DiffusionNFT, show the result (docs/quickstart.md)
 	$(PY) -m wfm_ds.quickstart --output outputs/quickstart
 
+quickstart-video: $(SETUP)  ## Train moving shapes by SFT, improve them by DiffusionNFT, show the result (docs/video.md)
+	$(PY) -m wfm_ds.quickstart --world moving --output outputs/quickstart-video
+
+quickstart-world: $(SETUP)  ## Train a tiny Cosmos3 on clips with actions, improve how it follows them, show the result (docs/world.md)
+	$(PY) -m wfm_ds.quickstart --world world --output outputs/quickstart-world
+
 test: $(SETUP)  ## Run the tests; variants by ARGS="tests/pipes -k ledger"
 	$(PY) -m pytest -n $(JOBS) --dist loadfile $(or $(ARGS),-m "not slow and not gpu")
 
@@ -33,4 +39,4 @@ bench: $(SETUP)  ## Measure the kernels on a GPU, or count their launches, bytes
 gpu: $(SETUP)  ## Everything that one GPU can show, in an hour; ARGS="--tiny" rehearses it on a CPU (docs/performance.md)
 	$(PY) -m benchmarks.gpu day $(ARGS)
 
-.PHONY: help setup quickstart test lint bench gpu
+.PHONY: help setup quickstart quickstart-video quickstart-world test lint bench gpu

@@ -34,6 +34,7 @@ SIZES: Mapping[str, tuple[int, int, int]] = {  # height, width, frames
     "wan22": (64, 64, 5),
     "wan22_ti2v": (64, 64, 9),
     "digits": (8, 8, 1),
+    "moving": (32, 32, 5),
 }
 SIGMAS = (0.98, 0.95, 0.92, 0.9)  # all of the first expert of wan22
 PROMPTS = ["a red circle", "the digit 7", "", "a dog"]

@@ -75,7 +75,15 @@ CASES = {
         one_by_one=True,
         blocks=("layers",),
     ),
+    "world": Case(
+        size=(8, 16, 9),
+        load_options={"guardrail": "off"},
+        stock_parts={"safety_checker": NoGuardrail()},
+        one_by_one=True,
+        blocks=("layers",),
+    ),
     "wan21": Case(size=(32, 48, 5), blocks=WAN),
+    "moving": Case(size=(32, 32, 5), blocks=WAN),
     "wan22": Case(size=(32, 48, 5), blocks=WAN, sigmas=((0.97, 0.9), (0.8, 0.3))),
     "wan22_ti2v": Case(size=(64, 32, 9), blocks=WAN, given=ti2v_given),
     # The same vector added to every key shifts all scores alike, unless keys are normalised.

@@ -3,6 +3,7 @@
 import json
 import re
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -82,6 +83,32 @@ def test_the_same_command_leaves_the_same_bytes_and_the_batch_changes_nothing_th
     for row in lines(tmp_path / "a"):
         one, other = (np.asarray(Image.open(tmp_path / name / row["file"]), np.int16) for name in "ac")
         assert np.abs(one - other).max() <= 1
+
+
+def test_videos_follow_actions_and_others_are_refused(tiny_pipelines, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("a world\n")
+    for name, actions in {"up": np.ones((4, 2)), "down": -np.ones((4, 2)), "long": np.ones((5, 2))}.items():
+        np.save(tmp_path / f"{name}.npy", actions)
+    np.save(tmp_path / "nan.npy", np.full((4, 2), np.nan))
+    common = ["--model", str(tiny_pipelines("cosmos25")), "--guardrail", "off", "--prompts", str(tmp_path / "a.txt")]
+    common += [*SIZE, "--frames", "5", "--out"]
+    own = ["--family", "steered:Steered"]
+    shown = []
+    for name in ("up", "down"):
+        assert main([*common, str(tmp_path / name), *own, "--actions", str(tmp_path / f"{name}.npy")]) == 0
+        with av.open(str(tmp_path / name / lines(tmp_path / name)[0]["file"])) as video:
+            shown.append(np.stack([frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]).astype(int))
+    assert np.abs(shown[0] - shown[1]).max() > 10
+    assert "up.npy" in (tmp_path / "up" / "index.html").read_text()
+    for arguments, says in (
+        (own, "makes no video without actions: name a file with --actions"),
+        ([*own, "--actions", str(tmp_path / "long.npy")], "long.npy cannot be used: actions [1, 5, 2] of 5 frames"),
+        ([*own, "--actions", str(tmp_path / "nan.npy")], "nan.npy cannot be used: it has NaN or infinite numbers"),
+        (["--actions", str(tmp_path / "up.npy")], "takes no actions; leave it out"),
+    ):
+        assert main([*common, str(tmp_path / "none"), *arguments]) == 2
+        assert says in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
 
 
 def test_videos_begin_with_the_first_frame(tiny_pipelines, tmp_path, monkeypatch, capsys):

@@ -11,6 +11,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -19,6 +20,8 @@ from wfm_ds.program import Parser, program
 from wfm_ds.recipe.stated import EVAL_STEPS, FPS, GUIDANCE_SCALE, AttentionName
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
     from wfm_ds.models.sampler import Sampler
@@ -50,6 +53,8 @@ def parser() -> Parser:
     p.add_argument(
         "--first-frame", metavar="FILE", type=Path, help="an image that every video begins with (image-to-video)"
     )
+    p.add_argument("--actions", metavar="FILE", type=Path, help="an .npy file [FRAMES-1,D] that every video follows")
+    p.add_argument("--domain", type=natural, metavar="N", help="the embodiment that --actions are of")
     return p
 
 
@@ -187,6 +192,8 @@ def is_low_precision(args: argparse.Namespace, device: torch.device) -> bool:
 def draw(args: argparse.Namespace, prompts: Sequence[Prompt]) -> None:
     sampler = load_sampler(args)
     sampler.model.check_prompts([prompt.text for prompt in prompts])
+    inputs = told(sampler, args)
+    prompts = [replace(prompt, inputs=inputs) for prompt in prompts]
     frame = first_frame(sampler, args.first_frame)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -279,6 +286,31 @@ def first_frame(sampler: Sampler, file: Path | None) -> torch.Tensor | None:
     return padded(model.encode_media([image])[0], sampler.latent_shape[1])
 
 
+def told(sampler: Sampler, args: argparse.Namespace) -> dict[str, npt.NDArray[np.float32]]:
+    """What --actions and --domain tell every video. Raises UserError for a model that takes no such thing, and for a
+    file that it cannot use."""
+    import numpy as np
+
+    model, size = sampler.model, sampler.settings
+    given = {name: getattr(args, name) for name in ("actions", "domain") if getattr(args, name) is not None}
+    for name in given:
+        if name not in model.takes:
+            raise UserError(f"--{name}: {model.family} ({model.path}) takes no {name}; leave it out")
+    for name, taken in model.takes.items():
+        if taken.required and name not in given:
+            raise UserError(f"{model.family} ({model.path}) makes no video without {name}: name a file with --{name}")
+    try:
+        arrays = {name: np.load(value) if name == "actions" else value for name, value in given.items()}
+        inputs = {name: np.asarray(array, np.float32) for name, array in arrays.items()}
+        if not all(np.isfinite(array).all() for array in inputs.values()):
+            raise ValueError("it has NaN or infinite numbers")
+        if inputs:
+            model.encode_inputs([inputs], size.num_frames, (size.height, size.width))
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"--actions: {args.actions} cannot be used: {error}") from error
+    return inputs
+
+
 def write(
     sampler: Sampler, items: Sequence[tuple[Prompt, int]], args: argparse.Namespace, frame: torch.Tensor | None = None
 ) -> None:
@@ -353,6 +385,7 @@ def facts(sampler: Sampler, args: argparse.Namespace) -> dict[str, str]:
         "solver": sampler.eval_solver,
         **negative,
         **({"first frame": args.first_frame.name} if args.first_frame is not None else {}),
+        **({"actions": args.actions.name} if args.actions is not None else {}),
         "prompts": args.prompts.name,
         "seeds": ", ".join(map(str, args.seeds)),
         "dtype": str(sampler.model.dtype).removeprefix("torch."),

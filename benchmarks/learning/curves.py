@@ -16,7 +16,7 @@ from sklearn.isotonic import IsotonicRegression
 from benchmarks.flops import step_forwards
 from wfm_ds.errors import UserError
 from wfm_ds.models import registry
-from wfm_ds.quickstart import load_samples, spread_within_prompts
+from wfm_ds.quickstart.digits import load_samples, spread_within_prompts
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.derived import derive
 

@@ -25,7 +25,7 @@ from benchmarks.learning.runs import Run, revisions, train_all, train_starts
 from benchmarks.learning.variants import DIGITS, REPOSITORY, Variant
 from wfm_ds.errors import UserError
 from wfm_ds.program import program
-from wfm_ds.quickstart import load_samples, spread_within_prompts
+from wfm_ds.quickstart.digits import load_samples, spread_within_prompts
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.derived import derive
 from wfm_reward.rewards.digits import LEVELS, average_to_8x8, shade

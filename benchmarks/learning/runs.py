@@ -15,7 +15,9 @@ from benchmarks import report
 from benchmarks.learning.curves import check_counts
 from benchmarks.learning.variants import Variant
 from wfm_ds.errors import UserError
-from wfm_ds.quickstart import prepare, train
+from wfm_ds.quickstart.command import prepare, train_start
+from wfm_ds.quickstart.digits import Digits
+from wfm_ds.quickstart.world import World
 
 REVISION = "REVISION"
 # One rank does the work of the two that the recipes are written for; neither changes what is computed.
@@ -33,19 +35,15 @@ class Run:
     overrides: tuple[str, ...] = ()
 
 
-def train_starts(out: Path, seeds: Sequence[int]) -> None:
-    """Prepare the digits, and train the model once for each seed, by the quickstart's recipe, unless it is there."""
+def train_starts(out: Path, seeds: Sequence[int], world: World | None = None) -> None:
+    """Prepare a world (the digits), and train the model once for each seed, by the quickstart's recipe, unless it is
+    there."""
+    world = world or Digits()
     if not (out / "data").exists():
-        prepare(out)
+        prepare(world, out)
     for seed in seeds:
         if not is_finished(out / f"sft_{seed}"):
-            train(
-                "sft.yaml",
-                f"run.output_dir={out / f'sft_{seed}'}",
-                f"run.seed={seed}",
-                f"model.path={out / 'model'}",
-                f"data.path={out / 'data' / 'images'}",
-            )
+            train_start(world, out, out / f"sft_{seed}", seed)
 
 
 def train_all(out: Path, runs: Sequence[Run], jobs: int) -> None:

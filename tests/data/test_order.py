@@ -16,7 +16,7 @@ from clips import index_of, write_clip
 from wfm_ds.data import reading
 from wfm_ds.data.order import BatchSource, sample_index
 from wfm_ds.data.paired import PairedFolder
-from wfm_ds.data.pixels import Framing
+from wfm_ds.data.pixels import BAD_MEDIA, Framing
 from wfm_ds.data.reading import MAX_SUBSTITUTES, places
 from wfm_ds.data.samples import LocalFile
 from wfm_ds.errors import DataError
@@ -174,7 +174,7 @@ def test_what_the_scan_rejected_is_counted_once_and_what_ranks_met_is_summed(fol
     counts = batches.bad_counts(lambda met: {tag: 2 * count for tag, count in met.items()})
     assert counts == {
         "data/bad/decode": 2,
-        **dict.fromkeys(("data/bad/too_small", "data/bad/too_short", "data/bad/low_fps", "data/bad/no_media"), 0),
+        **dict.fromkeys((f"data/bad/{reason}" for reason in (*BAD_MEDIA, "no_media") if reason != "decode"), 0),
         "data/bad/no_json": 3,
     }
 

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from wfm_ds.quickstart import spread_within_prompts
+from wfm_ds.quickstart.command import improve, prepare, show, train_start
+from wfm_ds.quickstart.digits import spread_within_prompts
+from wfm_ds.quickstart.moving import MovingShapes, Video, starts_hit
+from wfm_reward.moving_world import Clip, clips, draw, pixels
 
 
 @pytest.mark.slow
@@ -51,3 +54,36 @@ def test_spread_is_within_prompts_and_not_between_them():
     dark, light = np.zeros((2, 2, 3), np.uint8), np.full((2, 2, 3), 255, np.uint8)
     assert spread_within_prompts([(dark, "a"), (dark, "a"), (light, "b"), (light, "b")]) == 0
     assert spread_within_prompts([(dark, "a"), (light, "a")]) == 0.5
+
+
+@pytest.mark.slow
+def test_moving_shapes_are_trained_and_shown(tmp_path, root, monkeypatch):
+    """A few steps of each training: what they reach is a study's, benchmarks/learning/video.py."""
+    monkeypatch.chdir(root)
+    folder, world = tmp_path / "quickstart", MovingShapes()
+    prepare(world, folder)
+    start = train_start(world, folder, folder / "sft", 0, "run.steps=4", "validation.seeds=[1, 2]")
+    few = ("run.steps=1", "rollout.group_size=2", "validation.seeds=[1, 2]")
+    improve(world, folder, folder / "nft", start, 0, *few)
+    show(world, folder, folder / "nft", seconds=1.0)
+    report = (folder / "report.md").read_text()
+    for row in ("reward", "judge: both", "judge: share of real clips", "correct starts hit, of 4, mean over prompts"):
+        assert re.search(rf"\| {row} \| \d+\.\d\d \| \d+\.\d\d \|", report), row
+    assert Image.open(folder / "before.png").size == Image.open(folder / "after.png").size
+    with Image.open(folder / "after.gif") as moving:
+        assert moving.n_frames >= 5
+    (draw_more,) = re.findall(r"python -m wfm_ds.generate(?: .*\\\n)* .*", report)
+    words = [*draw_more.replace("\\\n", " ").split()[1:], "--seeds", "1"]
+    process = subprocess.run([sys.executable, *words], cwd=root, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+
+
+def test_starts_are_counted_among_the_right_videos():
+    def video(asked, shown):
+        return Video(asked.prompt, pixels(draw(shown)))
+
+    one, other, wrong = Clip("square", "up", 0), Clip("square", "up", 3), Clip("circle", "up", 1)
+    assert starts_hit([video(one, one), video(one, one)]) == 1
+    assert starts_hit([video(one, one), video(one, other), video(one, wrong)]) == 2
+    assert starts_hit([video(one, one), video(wrong, one)]) == 0.5
+    assert starts_hit([video(clip, clip) for clip in clips()]) == 4

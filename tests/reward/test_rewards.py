@@ -21,8 +21,10 @@ from wfm_reward.rewards.ocr import edit_distance
 FOR_IMAGES = {"color", "digits", "jpeg_compressibility", "jpeg_incompressibility", "ocr"}
 FOR_IMAGES |= {"pickscore", "clipscore", "aesthetic", "hpsv2", "hpsv3", "image_reward", "gen_eval", "unified_reward"}
 FOR_VIDEOS = {"motion", "video_align", "dance_grpo", "cosmos_reason1"}
+FOR_VIDEOS |= {"action_following", "brightness", "camera_following", "consistency", "seen_action"}
 BUILT_IN = FOR_IMAGES | FOR_VIDEOS | {"mock", "remote"}
 NEEDED = {  # options without a default
+    "camera_following": {"url": "http://127.0.0.1:8000"},
     "remote": {"reward": "pickscore"},
     "unified_reward": {"endpoint": "http://127.0.0.1:8000/v1"},
     "cosmos_reason1": {"endpoint": "http://127.0.0.1:8000/v1"},

@@ -17,7 +17,7 @@ from wfm_ds.data.buckets import Buckets, automatic_sizes
 from wfm_ds.data.caption_cache import user_cache
 from wfm_ds.data.cosmos import CosmosFolder
 from wfm_ds.data.folder import folder_set, hf_set
-from wfm_ds.data.inputs import InputReader, TakenInput
+from wfm_ds.data.inputs import InputReader, TellableModel
 from wfm_ds.data.media import load_media
 from wfm_ds.data.order import BatchSource
 from wfm_ds.data.paired import PairedFolder
@@ -55,10 +55,6 @@ class SizedModel(Protocol):
     def size_multiple(self, num_frames: int, /) -> int:
         """Return the number that heights and widths must be multiples of."""
         ...
-
-    @property
-    def takes(self) -> Mapping[str, TakenInput]:
-        """Inputs by name that samples may be told besides text and frames."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +94,8 @@ def load_data(recipe: Recipe) -> TrainingData:
         found = scanned(data, data.shards, pairs=recipe.algorithm.takes_pairs)
         (samples, held_out), bad = divided(found, recipe), found.bad
     of_data = distinct(held_out or samples) if samples or data.streaming else prompts
-    if of_data is not prompts and recipe.algorithm.num_conditional_frames[1] > 0:
-        # Two media of one caption are two beginnings.
+    if of_data is not prompts and (recipe.algorithm.num_conditional_frames[1] > 0 or data.inputs):
+        # Two media of one caption are two beginnings, or are told different things.
         of_data = list({sample.prompt.id: sample.prompt for sample in held_out or samples}.values())
     shown = load_prompt_file(validation.prompts) if validation.prompts else of_data
     shown = shown[: validation.num_prompts]
@@ -255,9 +251,9 @@ def dealt(samples: Sequence[Sample], buckets: Buckets, world: World, workers: in
     return found
 
 
-def inputs_of(recipe: Recipe, model: SizedModel, data: TrainingData) -> InputReader | None:
+def inputs_of(recipe: Recipe, model: TellableModel, data: TrainingData) -> InputReader | None:
     """Return the reader of what the samples are told; None if data.inputs names nothing. Raises DataError."""
-    return InputReader.of(recipe, model.takes, [*data.samples, *data.held_out])
+    return InputReader.of(recipe, model, [*data.samples, *data.held_out])
 
 
 def readable(

@@ -8,9 +8,10 @@ length.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any, Protocol
@@ -22,7 +23,6 @@ from wfm_ds.data.pixels import BadMedia, Draw, Framing, crop_box
 from wfm_ds.data.samples import IMAGE_SUFFIXES, LocalFile, Media, Sample, StoredFile
 from wfm_ds.data.trajectories import (
     ACTIONS,
-    DOMAIN,
     INTRINSICS,
     POSES,
     Floats,
@@ -49,6 +49,16 @@ class TakenInput(Protocol):
     def rank(self) -> int: ...
 
 
+class TellableModel(Protocol):
+    """What a model says of its inputs (models/base.py)."""
+
+    @property
+    def takes(self) -> Mapping[str, TakenInput]: ...
+
+    def encode_inputs(self, inputs: Sequence[Mapping[str, Floats]], num_frames: int, size: tuple[int, int], /) -> Any:
+        """Raises ValueError for inputs that the family cannot use."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputReader:
     """Reads what samples are told besides their text. Its methods may be called from any thread."""
@@ -58,11 +68,12 @@ class InputReader:
     actions: ActionsRecipe
     width: int | None  # numbers of an action; None: there are no actions
     scaling: Scaling | None
+    check: Callable[[Mapping[str, Floats]], object]  # raises ValueError for inputs that the model cannot use
 
     @classmethod
-    def of(cls, recipe: Recipe, takes: Mapping[str, TakenInput], samples: Sequence[Sample]) -> InputReader | None:
-        """Return the reader of a recipe's inputs, which the model takes; None if it names none. `samples`: of the data
-        set, sorted. Raises DataError for stats or a library that cannot be used."""
+    def of(cls, recipe: Recipe, model: TellableModel, samples: Sequence[Sample]) -> InputReader | None:
+        """Return the reader of a recipe's inputs, which the model takes; None if it names none. `samples`: those of
+        the data set. Raises DataError for stats or a library that cannot be used."""
         if not recipe.data.inputs:
             return None
         settings, width = recipe.data.actions, None
@@ -71,12 +82,14 @@ class InputReader:
             width = settings.width or (len(scaling.low) if scaling else None) or widest_used(samples)
         if scaling is not None and width != len(scaling.low):
             raise DataError(f"data.actions.width {width}: data.actions.stats has {len(scaling.low)} numbers")
+        size = recipe.sampling
         return cls(
-            ranks={name: takes[name].rank for name in recipe.data.inputs},
-            num_frames=recipe.sampling.num_frames,
+            ranks={name: model.takes[name].rank for name in recipe.data.inputs},
+            num_frames=size.num_frames,
             actions=settings,
             width=width,
             scaling=scaling,
+            check=lambda told: model.encode_inputs([told], size.num_frames, (size.height, size.width)),
         )
 
     def prompt(self, sample: Sample, framing: Framing, draw: Draw) -> Prompt:
@@ -84,16 +97,15 @@ class InputReader:
         framing and draw. Raises BadMedia: `bad_actions`, `bad_input`, and what the medium is refused for."""
         is_image = sample.media.suffix in IMAGE_SUFFIXES
         frames, total = (range(self.num_frames), None) if is_image else clip_frames(sample.media, framing, draw)
-        found = {}
+        found: dict[str, Floats] = {}
         for name in self.ranks:
-            try:
+            with refusing(name, sample.media):
                 raw = raw_input(sample, name)
                 found[name] = self._cut(name, raw, frames, self.num_frames if total is None else total)
                 if name == INTRINSICS:
                     found[name] = framed_intrinsics(found[name], sample.media, framing, draw)
-            except READ_ERRORS as error:
-                reason = "bad_actions" if name == ACTIONS else "bad_input"
-                raise BadMedia(reason, sample.media.name, f"{name}: {error}") from error
+        with refusing(next(iter(found)), sample.media):
+            self.check(found)
         metadata = without_inputs(sample.prompt.metadata, list(self.ranks))
         return replace(sample.prompt, inputs=found, metadata=metadata)
 
@@ -115,6 +127,15 @@ class InputReader:
         if raw.ndim != self.ranks[name]:
             raise ValueError(f"it has {raw.ndim} axes, and the model takes {self.ranks[name]}")
         return raw
+
+
+@contextlib.contextmanager
+def refusing(name: str, media: Media) -> Iterator[None]:
+    """Turn what an input that cannot be used raises in the block into BadMedia."""
+    try:
+        yield
+    except READ_ERRORS as error:
+        raise BadMedia("bad_actions" if name == ACTIONS else "bad_input", media.name, f"{name}: {error}") from error
 
 
 def require(array: Floats, shape: tuple[int | None, ...]) -> None:
@@ -143,7 +164,7 @@ def raw_input(sample: Sample, name: str) -> Floats:
     else:
         array = np.asarray(value)
     if not is_numeric(array):
-        raise ValueError("it is not an array of numbers" + (", but a name" if name == DOMAIN else ""))
+        raise ValueError("it is not an array of numbers")
     found: Floats = array.astype(np.float32)
     return found
 

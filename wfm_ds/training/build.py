@@ -13,7 +13,6 @@ from torch import Tensor
 
 from wfm_ds.algorithms import RlAlgorithm, build_rl, build_supervised, engine_policies
 from wfm_ds.data.datasets import TrainingData, batch_source, buckets_of, inputs_of, log_rejected, readable
-from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.prompts import PromptOrder
 from wfm_ds.data.replica import chosen_once
 from wfm_ds.data.shared import read_on_main
@@ -229,7 +228,7 @@ def supervision(
     algorithm = build_supervised(recipe)
     judges = judge_client(job, endpoint, resources)
     loss = ValidationLoss(job, algorithm, held_out, framings) if held_out else None
-    shown, frames = first_frames(job, data, inputs)
+    shown, frames = first_frames(job, data)
     validator = Validator(job, shown, judges=judges, loss=loss, frames=frames)
     return SftLoop(job, algorithm, source, validator, exporter, checkpoints)
 
@@ -246,8 +245,7 @@ def reinforcement(
     recipe, reward = job.recipe, job.recipe.rl.reward
     assert endpoint is not None
     rewards = reward_client(job, endpoint, reward, f"rank{job.world.rank}", resources)
-    inputs = inputs_of(recipe, job.model, data)
-    groups = group_source(job, algorithm, data, inputs, resources)
+    groups = group_source(job, algorithm, data, resources)
     source: Source
     if recipe.is_async:
         source = async_source(job, groups, algorithm, endpoint, resources)
@@ -257,7 +255,7 @@ def reinforcement(
     else:
         source = ColocatedSource(job, groups, rewards, algorithm)
     plan = algorithm.plan if recipe.validation.rollout_correlation else None
-    shown, frames = first_frames(job, data, inputs)
+    shown, frames = first_frames(job, data)
     judges = judge_client(job, endpoint, resources)
     validator = Validator(job, shown, rewards=rewards, judges=judges, rollout_plan=plan, frames=frames)
     return RlLoop(job, algorithm, source, validator, exporter, checkpoints)
@@ -281,9 +279,7 @@ def judge_client(job: Job, endpoint: str | None, resources: contextlib.ExitStack
     return reward_client(job, endpoint, judging, f"rank{job.world.rank}-judges", resources)
 
 
-def group_source(
-    job: Job, algorithm: RlAlgorithm, data: TrainingData, inputs: InputReader | None, resources: ExitStack
-) -> GroupSource:
+def group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources: ExitStack) -> GroupSource:
     """Groups about the data's media, or about prompts where it has no media."""
     recipe, seed = job.recipe, job.recipe.run.seed
     num_groups = recipe.rl.rollout.prompts_per_step
@@ -293,6 +289,7 @@ def group_source(
         return SpreadGroups(data.prompts, num_groups, table=table, seed=seed, ahead=ahead)
     if not data.samples:
         return PromptGroups(PromptOrder(data.prompts, seed=seed, shuffle=recipe.data.shuffle), num_groups)
+    inputs = inputs_of(recipe, job.model, data)
     # The rollouts of a step and their data have one size.
     source = batch_source(
         recipe,

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from wfm_ds.data.buckets import Buckets
-from wfm_ds.data.datasets import TrainingData, buckets_of, readable
-from wfm_ds.data.inputs import InputReader
+from wfm_ds.data.datasets import TrainingData, buckets_of, inputs_of, readable
 from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import Framing, centre
 from wfm_ds.data.replica import chosen_once
@@ -47,15 +46,14 @@ class FirstFrames:
         return self._latents[prompt_id]
 
 
-def first_frames(
-    job: Job, data: TrainingData, inputs: InputReader | None = None
-) -> tuple[Sequence[Prompt], FirstFrames | None]:
+def first_frames(job: Job, data: TrainingData) -> tuple[Sequence[Prompt], FirstFrames | None]:
     """Return the prompts that validation draws, with what their clips are told, and the frames that they begin with;
     None in a run that gives none, or whose draws are of texts alone. Collective."""
     recipe = job.recipe
     gives = recipe.algorithm.num_conditional_frames[1] > 0
-    if recipe.validation.prompts is not None or not (gives or inputs):
+    if recipe.validation.prompts is not None or not (gives or recipe.data.inputs):
         return data.shown, None
+    inputs = inputs_of(recipe, job.model, data)
     wanted = {prompt.id for prompt in data.shown}
     samples = [sample for sample in data.held_out or data.samples if sample.prompt.id in wanted]
     samples = list({sample.prompt.id: sample for sample in samples}.values())  # a set of many draws repeats its own

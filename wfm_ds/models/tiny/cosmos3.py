@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from diffusers import Cosmos3OmniPipeline, Cosmos3OmniTransformer, UniPCMultistepScheduler
+from diffusers import AutoencoderKLWan, Cosmos3OmniPipeline, Cosmos3OmniTransformer, UniPCMultistepScheduler
 
 from wfm_ds.models.base import seeded
 from wfm_ds.models.guardrail import NoGuardrail
@@ -38,24 +38,7 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 
 def build() -> tuple[Cosmos3OmniPipeline, dict[str, Any]]:
-    """The pipeline, and the arguments of its call for a two-step video.
-
-    As in the folders that are published the safety checker is left out: a caller sets one."""
-    tokenizer = qwen_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE
-    with seeded(TRANSFORMER_SEED):
-        transformer = Cosmos3OmniTransformer(**TRANSFORMER, vocab_size=len(tokenizer))
-        spread(transformer)
-    pipeline = Cosmos3OmniPipeline(
-        transformer=transformer.eval(),
-        text_tokenizer=tokenizer,
-        vae=wan_vae(VAE_SEED).eval(),
-        scheduler=UniPCMultistepScheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=5.0
-        ),
-        safety_checker=NoGuardrail(),
-    )
-    pipeline.register_modules(safety_checker=None)
+    """The pipeline, and the arguments of its call for a two-step video."""
     call = {
         "prompt": "a red circle on white",
         "height": 32,
@@ -63,7 +46,28 @@ def build() -> tuple[Cosmos3OmniPipeline, dict[str, Any]]:
         "num_frames": 5,
         "num_inference_steps": 2,
     }
-    return pipeline, call
+    return assemble(TRANSFORMER, wan_vae(VAE_SEED), flow_shift=5.0), call
+
+
+def assemble(transformer: Mapping[str, Any], vae: AutoencoderKLWan, *, flow_shift: float) -> Cosmos3OmniPipeline:
+    """A pipeline around a transformer of this configuration. As in the folders that are published the safety checker is
+    left out: a caller sets one."""
+    tokenizer = qwen_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    with seeded(TRANSFORMER_SEED):
+        network = Cosmos3OmniTransformer(**transformer, vocab_size=len(tokenizer))
+        spread(network)
+    pipeline = Cosmos3OmniPipeline(
+        transformer=network.eval(),
+        text_tokenizer=tokenizer,
+        vae=vae.eval(),
+        scheduler=UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=flow_shift
+        ),
+        safety_checker=NoGuardrail(),
+    )
+    pipeline.register_modules(safety_checker=None)
+    return pipeline
 
 
 @torch.no_grad()

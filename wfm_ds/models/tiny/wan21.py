@@ -36,18 +36,19 @@ def build() -> tuple[WanPipeline, dict[str, Any]]:
     return assemble(wan_vae(VAE_SEED)), call_arguments()
 
 
-def assemble(vae: AutoencoderKLWan, **options: Any) -> WanPipeline:
-    """A Wan pipeline around this VAE in float32 and evaluation mode; options as of its constructor."""
+def assemble(vae: AutoencoderKLWan, *, flow_shift: float = 3.0, **options: Any) -> WanPipeline:
+    """A Wan pipeline around this VAE in float32 and evaluation mode; options as of its constructor, the transformer the
+    one above unless they name another."""
     tokenizer = t5_tokenizer()
+    options.setdefault("transformer", transformer(TRANSFORMER_SEED))
     text_encoder = umt5_encoder(len(tokenizer), UMT5_SEED)
     return WanPipeline(
         scheduler=UniPCMultistepScheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
+            prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=flow_shift
         ),
         tokenizer=tokenizer,
         text_encoder=text_encoder.eval(),  # just built it is in train mode (dropout), loaded it is not
         vae=vae.eval(),
-        transformer=transformer(TRANSFORMER_SEED),
         **options,
     )
 

@@ -1,0 +1,46 @@
+"""The video quickstart's judge, which RL never sees: which real clip does the video look like, and how much?"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
+from wfm_reward.moving_world import cells_of, nearest
+
+REAL = 0.01  # mean squared difference below which a video is taken for a real clip: 3 wrong cells in its 5 frames
+MAX_PSNR = 60.0
+
+
+class NearestClip(Reward):
+    """PSNR of the video to the nearest real clip, in dB, for cells of 0 to 1 and at most 60.
+
+    Parts, 0.0 or 1.0: `shape` and `direction`, that clip has the one asked for; `both`; `real`, the mean squared
+    difference is below .01. Metadata: `shape`, `direction`.
+    """
+
+    name = "nearest_clip"
+    media = frozenset({"video"})
+    outputs: ClassVar = {part: Range(0.0, 1.0) for part in ("shape", "direction", "both", "real")} | {
+        "psnr": Range(0.0, MAX_PSNR)
+    }
+    primary = "psnr"
+    needs = ("shape", "direction")
+
+    def score(self, batch: MediaBatch) -> list[Score]:
+        return [self._score(item) for item in batch]
+
+    def _score(self, item: MediaItem) -> Score:
+        try:
+            clip, error = nearest(cells_of(item.frames))
+        except ValueError as reason:
+            return item.failed(str(reason))
+        shape, direction = clip.shape == item.metadata["shape"], clip.direction == item.metadata["direction"]
+        return item.scored(
+            min(MAX_PSNR, -10 * float(np.log10(error + 1e-12))),
+            shape=float(shape),
+            direction=float(direction),
+            both=float(shape and direction),
+            real=float(error < REAL),
+        )

@@ -1,0 +1,206 @@
+"""Actions, cameras and domains beside clips: cut with their frames, or refused by name."""
+
+import io
+import json
+import tarfile
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clips import index_of
+from steered import write_world
+from wfm_ds.data.datasets import TrainingData
+from wfm_ds.data.inputs import InputReader
+from wfm_ds.data.media import load_media
+from wfm_ds.data.order import BatchSource
+from wfm_ds.data.paired import PairedFolder
+from wfm_ds.data.pixels import BadMedia, Framing, centre, cover, crop_box
+from wfm_ds.data.shared import pack, unpack
+from wfm_ds.data.trajectories import composed, cropped_intrinsics, pose_product, rotation, scaling_of
+from wfm_ds.data.webdataset import TarShards
+from wfm_ds.errors import DataError
+from wfm_ds.recipe.data import ActionsRecipe
+from wfm_ds.seeds import uniform
+
+FRAMES = 40
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    return write_world(tmp_path_factory.mktemp("world"), count=3, frames=FRAMES, size=(32, 48))
+
+
+@pytest.fixture
+def samples(world):
+    return PairedFolder(world, max_bad_fraction=0).samples
+
+
+def reader(num_frames=5, ranks=None, **actions):
+    settings = ActionsRecipe(**actions)
+    ranks = {"actions": 2, "domain": 0} if ranks is None else ranks
+    return InputReader(
+        ranks=ranks, num_frames=num_frames, actions=settings, width=2, scaling=None, check=lambda told: None
+    )
+
+
+def drawn(k):
+    return lambda purpose: uniform(k, purpose)
+
+
+def framing(**changes):
+    return Framing(**{"height": 32, "width": 48, "num_frames": 5} | changes)
+
+
+@pytest.mark.parametrize("k", range(4))
+def test_actions_are_those_between_the_frames_of_the_clip(samples, k):
+    told = reader().prompt(samples[1], framing(), drawn(k))
+    frames = load_media(samples[1].media, framing(), drawn(k))
+    assert [index_of(frame) for frame in frames[:-1]] == told.inputs["actions"][:, 0].tolist()
+    assert told.inputs["actions"][:, 1].tolist() == [1] * 4
+    assert float(told.inputs["domain"]) == 1
+    assert told.metadata == {"place": "clip 1"}  # to the rewards: the inputs go by their own way
+
+
+def test_a_start_leaves_room_for_its_trajectory(samples):
+    last = lambda purpose: 1 - 1e-9  # noqa: E731
+    start = framing(num_frames=1, span=5)
+    told = reader().prompt(samples[0], start, last)
+    frames = load_media(samples[0].media, start, last)
+    assert told.inputs["actions"][:, 0].tolist() == [35, 36, 37, 38]
+    assert [index_of(frame) for frame in frames] == [35]
+
+
+def test_slower_clips_need_a_composition(samples):
+    half = framing(fps=12.0 * 16 / 24)  # of 16 frames a second
+    with pytest.raises(BadMedia, match=r"2 apart.*set data.actions.compose.*\(bad_actions\)"):
+        reader().prompt(samples[0], half, centre)
+    told = reader(compose="sum").prompt(samples[0], half, centre).inputs["actions"]
+    first = index_of(load_media(samples[0].media, half, centre)[0])
+    assert told[:, 0].tolist() == [first + i + first + i + 1 for i in range(0, 8, 2)]
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_composed_poses_are_products_of_matrices(seed):
+    draw = np.random.default_rng(seed)
+    poses = draw.normal(size=(3, 9)).astype(np.float32)
+
+    def matrix(pose):
+        whole = np.eye(4)
+        whole[:3, :3], whole[:3, 3] = rotation(pose[3:6], pose[6:]), pose[:3]
+        return whole
+
+    want = matrix(poses[0].astype(float)) @ matrix(poses[1].astype(float)) @ matrix(poses[2].astype(float))
+    got = pose_product(poses)
+    np.testing.assert_allclose(got, np.concatenate([want[:3, 3], want[:3, 0], want[:3, 1]]), atol=1e-5)
+    np.testing.assert_allclose(composed(poses, [0, 3], "pose")[0], got)
+    assert pose_product(poses[:0]).tolist() == [0, 0, 0, 1, 0, 0, 0, 1, 0]
+
+
+def test_cameras_are_cut_with_the_frames_and_their_pixels(world, samples):
+    """A point of the scene falls on the same content before and after the crop."""
+    poses = np.broadcast_to(np.eye(4), (FRAMES, 4, 4)).copy()
+    poses[:, 0, 3] = np.arange(FRAMES)
+    np.save(world / "0.c2w.npy", poses)
+    camera = {"c2w": "0.c2w.npy", "intrinsics": [40.0, 30.0, 24.0, 16.0]}
+    sample = samples[0]
+    sample.prompt.metadata["camera"] = camera
+    square = framing(height=16, width=16, crop="random")
+    told = reader(ranks={"c2w": 3, "intrinsics": 2}).prompt(sample, square, drawn(3))
+    first = index_of(load_media(sample.media, square, drawn(3))[0])
+    assert told.inputs["c2w"][:, 0, 3].tolist() == [first + i for i in range(5)]
+    fx, fy, cx, cy = told.inputs["intrinsics"][0]
+    across, _ = square.place(drawn(3))
+    assert (fx, fy, cy) == (20, 15, 8)
+    assert cx == pytest.approx((24 - 16 * across) / 2, abs=1e-5)
+    assert "camera" not in told.metadata
+
+
+@given(st.integers(8, 60), st.integers(8, 60), st.floats(0, 1), st.floats(0, 1))
+def test_the_box_is_what_pillow_cuts(height, width, across, down):
+    from PIL import Image
+
+    ramps = np.zeros((height, width, 3), np.uint8)
+    ramps[..., 0], ramps[..., 1] = np.arange(width) * 4, np.arange(height)[:, None] * 4
+    size = framing(height=16, width=24)
+    seen = np.asarray(cover(Image.fromarray(ramps), size, (across, down)), float)
+    left, top, right, bottom = crop_box((height, width), size, (across, down))
+    middle = cropped_intrinsics(np.float32([[1, 1, width / 2, height / 2]]), (left, top, right, bottom), (16, 24))[0]
+    assert seen[..., 0].mean() / 4 + 0.5 == pytest.approx((left + right) / 2, abs=0.6)
+    assert seen[..., 1].mean() / 4 + 0.5 == pytest.approx((top + bottom) / 2, abs=0.6)
+    assert middle[2] == pytest.approx((width / 2 - left) * 24 / (right - left), abs=1e-3)
+
+
+BAD = {
+    "another width": np.zeros((FRAMES - 1, 3)),
+    "another length": np.zeros((FRAMES, 2)),
+    "one axis": np.zeros(FRAMES - 1),
+    "not a number": np.full((FRAMES - 1, 2), np.nan),
+    "words": np.array([["up", "down"]] * (FRAMES - 1)),
+}
+
+
+@pytest.mark.parametrize("case", [*BAD, "a missing file", "no key", "a path", "an object"])
+def test_actions_that_cannot_be_used_are_bad_by_name(world, samples, case):
+    metadata = samples[2].prompt.metadata
+    metadata["actions"] = "wrong.npy"
+    if case in BAD:
+        np.save(world / "wrong.npy", BAD[case])
+    elif case == "no key":
+        del metadata["actions"]
+    elif case == "a path":
+        metadata["actions"] = "../2.actions.npy"
+    elif case == "an object":
+        np.save(world / "wrong.npy", np.array([{}], dtype=object), allow_pickle=True)
+    else:
+        metadata["actions"] = "nowhere.npy"
+    settings = {"global_batch": 3, "seed": 0, "shuffle": False, "max_bad_fraction": 0.9}
+    source = BatchSource(samples, framings=[framing()], inputs=reader(), **settings)
+    batch = source.batch(1, 0, 1)
+    source.close()
+    assert [sample.sample_id for sample in batch] == ["0", "1", "1"]  # a substitute stands in
+    assert source.bad == {"bad_actions": 1}
+
+
+def test_a_domain_must_be_a_number_and_the_model_has_a_say(samples):
+    samples[0].prompt.metadata["domain"] = "pusht"
+    with pytest.raises(BadMedia, match=r"pusht is not the name of an .npy file beside .* \(bad_input\)"):
+        reader().prompt(samples[0], framing(), centre)
+
+    def refuse(told):
+        raise ValueError("the domain must be from 0 to 3")
+
+    with pytest.raises(BadMedia, match=r"from 0 to 3 \(bad_actions\)"):
+        replace(reader(), check=refuse).prompt(samples[1], framing(), centre)
+
+
+def test_scales(tmp_path):
+    (tmp_path / "s.json").write_text(json.dumps({"q01": [0, -1], "q99": [4, -1], "mean": [1, 2], "std": [2, 0]}))
+    raw = np.float32([[0, 5], [4, 6], [3, 7]])
+    quantile = scaling_of(ActionsRecipe(stats=tmp_path / "s.json", normalize="quantile"))
+    assert quantile(raw).tolist() == [[-1, 0], [1, 0], [0.5, 0]]  # a number that never changes becomes 0
+    assert scaling_of(ActionsRecipe(stats=tmp_path / "s.json", normalize="meanstd"))(raw)[:, 0].tolist() == [
+        -0.5,
+        1.5,
+        1,
+    ]
+    assert scaling_of(ActionsRecipe()) is None
+    (tmp_path / "s.json").write_text('{"mean": [1]}')
+    with pytest.raises(DataError, match="must be a JSON object with the lists mean and std"):
+        scaling_of(ActionsRecipe(stats=tmp_path / "s.json", normalize="meanstd"))
+
+
+def test_a_tar_holds_actions_beside_its_clips_and_other_ranks_know(world, tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name in ("1.mp4", "1.json", "1.actions.npy"):
+            content = (world / name).read_bytes()
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    found = TarShards([str(tmp_path / "a.tar")], cache_dir=None, max_bad_fraction=0).samples
+    data = TrainingData(prompts=[], samples=found, bad={}, held_out=[], shown=[])
+    [sample] = unpack(json.loads(json.dumps(pack(data)))).samples
+    told = reader().prompt(sample, framing(), drawn(1)).inputs["actions"]
+    assert told[:, 1].tolist() == [1] * 4

@@ -1,0 +1,45 @@
+"""The video quickstart's data: every clip of the world, read back without loss, a third of it captioned wrong."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from wfm_ds.data.moving import COPIES, WRONG, main
+from wfm_ds.data.paired import PairedFolder
+from wfm_ds.data.pixels import Framing, centre
+from wfm_ds.data.prompts import load_prompts
+from wfm_ds.data.video import load_clip
+from wfm_reward.moving_world import clips, draw, pixels
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("moving") / "out"
+    assert main([str(folder)]) == 0
+    return folder
+
+
+def test_videos_are_read_as_they_were_drawn_and_most_captions_are_true(out):
+    samples = PairedFolder(out / "videos", max_bad_fraction=0.0).samples
+    assert len(samples) == len(clips()) * COPIES
+    true = Counter()
+    for number, sample in enumerate(samples):
+        clip = clips()[number // COPIES]
+        assert sample.prompt.metadata["shape"] == clip.shape
+        true[clip] += sample.prompt.text == clip.prompt
+        if number % COPIES in (0, COPIES - 1):
+            read = load_clip(sample.media, Framing(height=32, width=32, num_frames=5), centre)
+            np.testing.assert_array_equal(read, pixels(draw(clip)))
+    assert set(true.values()) == {COPIES - WRONG}
+
+
+def test_the_prompts_are_the_world_s_twelve(out):
+    prompts = load_prompts(out / "prompts", "moving", "train")
+    assert {prompt.text for prompt in prompts} == {clip.prompt for clip in clips()}
+    assert len(prompts) == 12
+
+
+def test_a_used_folder_is_left_alone(out, capsys):
+    assert main([str(out)]) == 2
+    assert "exists and is not an empty folder" in capsys.readouterr().err

@@ -1,0 +1,205 @@
+"""Actions in whole runs of a family that takes them: every algorithm, one rank as two, workers as ranks, stopped runs,
+counterfactual trajectories, and what is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from multi_rank.resuming import tiny_recipe, train_on_rank
+from multi_rank.same_runs import assert_same_runs, exported, records
+from steered import WIDTH, write_world
+from wfm_ds.engine.forward import CountedForward
+from wfm_ds.errors import RecipeError, UserError
+from wfm_ds.models import registry
+from wfm_ds.models.sampler import Sampler
+from wfm_ds.models.text_cache import TextCache
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.sampling import SamplingRecipe
+from wfm_ds.rollout.trajectories import exchanged
+from wfm_ds.run.model import load_model
+from wfm_ds.training.preflight import check_rewards
+from wfm_ds.types import Prompt
+
+TESTS = str(Path(__file__).parent.parent)
+FRAMES = 5
+COMMON = [
+    "data.inputs=[actions, domain]",
+    f"sampling.num_frames={FRAMES}",
+    "optimizer.eps=1e-4",
+    "optimizer.lr=3e-2",
+    "run.steps=2",
+    "logging.console=false",
+    "data.max_bad_fraction=.5",
+]
+RL = ["reward.functions=[{name: 'steered:Obedience'}]", "validation.num_prompts=2"]
+GIVEN = ["algorithm.min_num_conditional_frames=1", "algorithm.max_num_conditional_frames=1"]
+STEERED = "model.family=steered:Steered"
+CASES = {
+    "nft": ("cosmos25_i2v_nft", [STEERED, *RL, "rollout.trajectories=shuffle"]),
+    "ddrl": ("cosmos25_ddrl", [STEERED, *RL, *GIVEN, "algorithm.kl_beta=.1"]),
+    "sft": ("cosmos25_sft", [STEERED, *GIVEN, "sampling.height=32", "sampling.width=32"]),
+    "cosmos3": ("cosmos3_nft", [*RL, *GIVEN, "data.kind=paired", "rollout.trajectories=shuffle"]),
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """Five clips, the third with actions of another width."""
+    folder = write_world(tmp_path_factory.mktemp("world"))
+    np.save(folder / "2.actions.npy", np.zeros((8, WIDTH + 1), np.float32))
+    return folder
+
+
+def settings(case, folder, tiny_pipelines, world, *overrides):
+    name, of_case = CASES[case]
+    overrides = [*COMMON, *of_case, f"run.output_dir={folder}", *overrides]
+    made = tiny_recipe(name, folder, tiny_pipelines(name.partition("_")[0]), *overrides, data=world)
+    return {**made, "folder": TESTS}
+
+
+def train(recipe, overrides, folder, stop_at=None):
+    """train_on_rank, with a family and a reward that lie in `folder`."""
+    import os
+    from unittest import mock
+
+    path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+    with mock.patch.dict(os.environ, PYTHONPATH=path):
+        return train_on_rank(recipe, overrides, stop_at)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["nft", "sft"])
+def test_runs_told_actions_train_alike_on_one_rank_and_on_two(
+    case, one_rank, two_ranks, tiny_pipelines, world, tmp_path
+):
+    batch = {"one": ["engine.gradient_accumulation=4"], "two": ["engine.gradient_accumulation=2"]}
+    for name, ranks in (("one", one_rank), ("two", two_ranks)):
+        overrides = batch[name] if case == "sft" else []
+        ranks.run(train, **settings(case, tmp_path / name, tiny_pipelines, world, *overrides))
+    assert_same_runs(tmp_path / "one", tmp_path / "two")
+    steps = [r for r in records(tmp_path / "one") if "optim/grad_norm" in r]
+    assert steps[0]["optim/grad_norm"] > 0
+    assert steps[-1]["data/bad/bad_actions"] >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "ranks"), [("cosmos3", 1), ("ddrl", 2)])
+def test_workers_are_told_the_actions(case, ranks, one_rank, two_ranks, tiny_pipelines, world, tmp_path):
+    group = one_rank if ranks == 1 else two_ranks
+    one_by_one = ["engine.max_forward_batch=4", "validation.at_start=false"]  # as a worker denoises: a group at a time
+    for name, mode in (("colocated", []), ("async", ["rollout.mode=async", "rollout.max_staleness=0"])):
+        group.run(train, **settings(case, tmp_path / name, tiny_pipelines, world, *one_by_one, *mode))
+    assert records(tmp_path / "async") == records(tmp_path / "colocated")
+    ours, theirs = exported(tmp_path / "async"), exported(tmp_path / "colocated")
+    assert all(ours[name].equal(tensor) for name, tensor in theirs.items())
+
+
+def test_a_stopped_run_goes_on_as_if_nothing_had_been(one_rank, tiny_pipelines, world, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    one_rank.run(train, **settings("nft", whole, tiny_pipelines, world))
+    one_rank.run(train, **settings("nft", parts, tiny_pipelines, world), stop_at=1)
+    one_rank.run(train, **settings("nft", parts, tiny_pipelines, world))
+    assert records(parts) == records(whole)
+
+
+@pytest.fixture(scope="module")
+def sampler(tiny_pipelines):
+    model = registry.load(
+        tiny_pipelines("cosmos25"),
+        dtype=torch.float32,
+        device="cpu",
+        guardrail="off",
+        own_family="steered:Steered",
+    )
+    settings = SamplingRecipe(height=32, width=32, num_frames=FRAMES, eval_steps=2, guidance_scale=3.0)
+    return Sampler(model=model, texts=TextCache(model), settings=settings, forward=CountedForward(model.denoise))
+
+
+def prompt(k, domain=0):
+    inputs = {"actions": np.full((FRAMES - 1, WIDTH), k, np.float32), "domain": np.array(domain, np.float32)}
+    return Prompt(id=str(k), text="a world", inputs=inputs)
+
+
+def test_both_halves_of_guidance_are_told_the_same_and_swapped_actions_swap_velocities(sampler):
+    latents = torch.ones(2, *sampler.latent_shape)
+    sigma = torch.full((2,), 0.5)
+    here, there = sampler.conditions([prompt(1), prompt(2)]), sampler.conditions([prompt(2), prompt(1)])
+    assert torch.equal(here.conditioning["actions"], here.contrast["actions"])
+    one, other = (sampler.velocity("sample", latents, sigma, told, 0) for told in (here, there))
+    assert torch.equal(one, other.flip(0))
+    assert not torch.equal(one[0], one[1])
+
+
+def test_shuffled_trajectories_are_anothers_of_the_same_domain():
+    prompts = [prompt(k, domain=k % 2) for k in range(6)] + [prompt(9, domain=3)]
+    orders = set()
+    for step in range(20):
+        told = [int(p.inputs["actions"][0, 0]) for p in exchanged(prompts, seed=0, step=step)]
+        assert told[-1] == 9  # alone in its domain
+        assert all(a != k and a % 2 == k % 2 for k, a in enumerate(told[:-1]))
+        assert sorted(told[:-1]) == list(range(6))
+        orders.add(tuple(told))
+    assert len(orders) > 2
+
+
+def test_an_exchanged_camera_begins_where_the_clip_does():
+    def path(start):
+        poses = np.broadcast_to(np.eye(4, dtype=np.float32), (3, 4, 4)).copy()
+        poses[:, :3, 3] = start
+        poses[:, 0, 3] += np.arange(3) * start
+        return Prompt(id="p", text="p", inputs={"c2w": poses})
+
+    one, other = exchanged([path(1.0), path(10.0)], seed=0, step=1)
+    assert one.inputs["c2w"][:, 0, 3].tolist() == [1, 11, 21]
+    assert other.inputs["c2w"][:, 0, 3].tolist() == [10, 11, 12]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["model.family=null"], "data.inputs actions, domain: cosmos25 takes nothing besides text and frames"),
+        (["data.inputs=[domain]", "rollout.trajectories=data"], "steered cannot do without actions"),
+        (["data.inputs=[actions, words]"], "data.inputs words: steered takes actions, domain"),
+    ],
+)
+def test_inputs_that_the_model_does_not_take_are_refused(overrides, says, tiny_pipelines, world, tmp_path):
+    made = settings("nft", tmp_path, tiny_pipelines, world, *overrides)
+    recipe = recipe_file.load(Path(made["recipe"]), made["overrides"])
+    with pytest.raises(RecipeError, match=says):
+        load_model(recipe, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["data.inputs=[]"], "rollout.trajectories: shuffle needs actions or c2w in data.inputs"),
+        (["rollout.trajectories=library"], "library and trajectory_library belong together"),
+        (["data.actions.normalize=quantile"], "stats and normalize belong together"),
+        (["validation.prompts=p.txt", "algorithm.min_num_conditional_frames=0"], "samples are told data.inputs"),
+        (["data.kind=cosmos"], "inputs are of kind paired, folder, webdataset or sets, not cosmos"),
+    ],
+)
+def test_recipes_whose_trajectories_do_not_fit_are_refused(overrides, says, tiny_pipelines, world, tmp_path):
+    made = settings("nft", tmp_path, tiny_pipelines, world, *overrides)
+    with pytest.raises(UserError, match=says):
+        recipe_file.load(Path(made["recipe"]), made["overrides"])
+
+
+def test_a_reward_that_needs_actions_is_refused_where_samples_are_told_none(tiny_pipelines, world, tmp_path):
+    made = settings("nft", tmp_path, tiny_pipelines, world, "data.inputs=[domain]", "rollout.trajectories=data")
+    recipe = recipe_file.load(Path(made["recipe"]), made["overrides"])
+    with pytest.raises(RecipeError, match=r"reward steered:Obedience needs actions: name it in data\.inputs"):
+        check_rewards(recipe, [Prompt(id="p", text="p", metadata={"actions": "p.actions.npy"})])
+
+
+def test_a_library_is_drawn_from(one_rank, tiny_pipelines, world, tmp_path):
+    np.save(tmp_path / "library.npy", np.ones((3, FRAMES - 1, WIDTH)))
+    library = ["rollout.trajectories=library", f"rollout.trajectory_library={tmp_path / 'library.npy'}", "run.steps=1"]
+    one_rank.run(train, **settings("nft", tmp_path / "out", tiny_pipelines, world, *library))
+    assert json.loads((tmp_path / "out" / "result.json").read_text())["step"] == 1
+    np.save(tmp_path / "library.npy", np.ones((3, FRAMES, WIDTH)))
+    with pytest.raises(Exception, match=r"has trajectories \[5, 2\], and samples of this recipe have \[4, 2\]"):
+        one_rank.run(train, **settings("nft", tmp_path / "other", tiny_pipelines, world, *library))

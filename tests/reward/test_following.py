@@ -1,0 +1,167 @@
+"""Rewards that see what a sample was told: actions, camera paths, and whether the video holds together meanwhile."""
+
+import io
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import numpy as np
+import pytest
+
+from wfm_ds.errors import RewardError
+from wfm_ds.types import MediaBatch
+from wfm_reward import registry
+from wfm_reward.brightness_world import actions_of, changes, levels_of, moves_of, pixels
+from wfm_reward.rewards.action_following import following as of_actions
+from wfm_reward.rewards.camera_following import following as of_camera
+
+
+def loaded(name, **options):
+    reward = registry.create(name, "cpu", options)
+    reward.load()
+    return reward
+
+
+def scored(reward, frames, **inputs):
+    batch = MediaBatch(
+        media=np.asarray(frames)[None],
+        sample_ids=["s"],
+        prompts=["p"],
+        metadata=[{}],
+        fps=8.0,
+        inputs=[{name: np.asarray(array, np.float32) for name, array in inputs.items()}],
+    )
+    [score] = reward.score(batch)
+    assert score.failure is not None or score.value in reward.outputs[reward.primary]
+    assert all(value in reward.outputs[part] for part, value in score.parts.items())
+    return score
+
+
+MOVES = np.array([1, 0, -1, -1])
+
+
+def test_the_recorded_continuation_of_the_action_world_has_the_best_reward():
+    frames, actions = pixels(levels_of(0.1, MOVES)), actions_of(MOVES)
+    assert moves_of(actions).tolist() == MOVES.tolist()
+    np.testing.assert_allclose(changes(frames), MOVES, atol=0.04)  # levels are rounded
+    score = scored(loaded("brightness"), frames, actions=actions)
+    assert score.value == pytest.approx(1, abs=0.04)
+    assert (score.parts["following"], score.parts["still"]) == (1, 1)
+    assert scored(loaded("seen_action"), frames, actions=actions).value == 1
+
+
+def test_another_trajectory_and_a_half_step_cost():
+    reward, judge = loaded("brightness"), loaded("seen_action")
+    other = np.array([1, 1, -1, 0])  # two of four
+    for one in (reward, judge):
+        score = scored(one, pixels(levels_of(0.1, other)), actions=actions_of(MOVES))
+        assert score.parts.get("following", score.value) == 0.5
+    half = scored(reward, pixels(levels_of(0.1, MOVES * 0.7)), actions=actions_of(MOVES))
+    assert half.parts["following"] == 1
+    assert half.value == pytest.approx(1 - 0.3 * 3 / 4, abs=0.03)
+
+
+def test_right_means_of_wrong_frames_follow_and_fool_neither_the_reward_nor_the_judge():
+    frames = pixels(levels_of(0.0, MOVES)).astype(int)
+    stripes = np.where(np.arange(16) % 2, 60, -60)[None, None, :, None] * np.ones((5, 1, 1, 1), int)
+    fooled = (frames + stripes).astype(np.uint8)
+    score = scored(loaded("brightness"), fooled, actions=actions_of(MOVES))
+    assert score.parts["following"] == 1
+    assert score.value < 0  # the reward itself is not fooled: its residual is of pixels
+    assert scored(loaded("seen_action"), fooled, actions=actions_of(MOVES)).value == 0
+
+
+def test_a_video_of_another_world_fails_by_name():
+    score = scored(loaded("brightness"), np.zeros((5, 8, 8, 3), np.uint8), actions=actions_of(MOVES))
+    assert "the video is [5, 8, 8, 3], not [5, 8, 16, 3]" in score.failure
+
+
+def test_following_of_actions_is_a_mean_over_transitions():
+    wanted = np.float32([[0, 0], [3, 4]])
+    assert of_actions(wanted, wanted, 2.0) == {"value": 1.0, "mse": 0.0, "following_moving": 1.0}
+    made = of_actions(wanted + np.float32([[0, 0], [2, 2]]), wanted, 2.0)
+    assert made["value"] == pytest.approx((1 + np.exp(-2)) / 2)
+    assert made["following_moving"] == pytest.approx(np.exp(-2))
+
+
+def test_a_frozen_cosmos3_reads_actions_from_frames(tiny_pipelines):
+    """Random weights read nonsense, and always the same; other frames read otherwise."""
+    reward = loaded("action_following", model=str(tiny_pipelines("cosmos3")), domain="pusht", steps=2, dtype="float32")
+    frames = np.random.default_rng(0).integers(0, 255, (5, 32, 32, 3), np.uint8)
+    told = np.zeros((4, 2))
+    one, again = (scored(reward, frames, actions=told) for _ in range(2))
+    assert 0 < one.value < 1
+    assert one.value == again.value
+    assert scored(reward, 255 - frames, actions=told).parts["mse"] != one.parts["mse"]
+    assert (
+        "an action of pusht has 2 numbers, the sample's has 3"
+        in scored(reward, frames, actions=np.zeros((4, 3))).failure
+    )
+    assert "4 actions do not lead through 3 frames" in scored(reward, frames[:3], actions=told).failure
+    with pytest.raises(RewardError, match="temperature 0 and steps 2 must be above 0"):
+        registry.create("action_following", "cpu", {"temperature": 0, "steps": 2})
+
+
+def turned(degrees, way=(0, 0, 0)):
+    a = np.radians(degrees)
+    pose = np.eye(4)
+    pose[:2, :2] = [[np.cos(a), -np.sin(a)], [np.sin(a), np.cos(a)]]
+    pose[:3, 3] = way
+    return pose
+
+
+def test_following_of_a_camera_knows_turns_and_directions_and_no_scale():
+    told = np.stack([turned(0), turned(10, (1, 0, 0)), turned(20, (2, 0, 0))])
+    seen = told.copy()
+    seen[:, :3, 3] *= 7
+    assert of_camera(turned(50, (1, 2, 3)) @ seen, told, 10.0)["value"] == pytest.approx(1)
+    off = np.stack([turned(0), turned(15, (0, 1, 0)), turned(25, (0, 2, 0))])
+    made = of_camera(off, told, 10.0)
+    assert made["degrees"] == pytest.approx(5)
+    assert (made["rotation"], made["direction"]) == pytest.approx((np.exp(-0.5), 0.5))
+    still = np.stack([turned(0), turned(0)])
+    assert of_camera(still, still, 10.0) == {"value": 1.0, "rotation": 1.0, "degrees": 0.0}
+
+
+def test_poses_come_from_a_service():
+    class Service(BaseHTTPRequestHandler):
+        def do_POST(self):
+            frames = np.load(io.BytesIO(self.rfile.read(int(self.headers["Content-Length"]))))
+            poses = [turned(10 * i, (i, 0, 0)).tolist() for i in range(len(frames))]
+            answer = json.dumps({"c2w": poses} if frames[0, 0, 0, 0] else {"sorry": 1}).encode()
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *words):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Service) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            reward = loaded("camera_following", url=f"http://127.0.0.1:{server.server_port}")
+            told = np.stack([turned(10 * i, (i, 0, 0)) for i in range(3)])
+            assert scored(reward, np.ones((3, 4, 4, 3), np.uint8), c2w=told).value == pytest.approx(1, abs=1e-3)
+            assert "returned [2, 4, 4]" in scored(reward, np.ones((2, 4, 4, 3), np.uint8), c2w=told).failure
+            with pytest.raises(RewardError, match="did not answer with poses"):
+                scored(reward, np.zeros((3, 4, 4, 3), np.uint8), c2w=told)
+        finally:
+            server.shutdown()
+            thread.join()
+    with pytest.raises(RewardError, match="must be an address"):
+        registry.create("camera_following", "cpu", {"url": "nowhere"})
+
+
+def test_consistency_falls_with_flicker_blur_and_a_seam():
+    reward, draw = loaded("consistency"), np.random.default_rng(0)
+    wall = draw.integers(60, 180, (16, 16, 3)).astype(np.uint8)
+    steady = np.stack([wall + np.uint8(2 * i) for i in range(6)])
+    assert scored(reward, steady).value > 0.98
+    flicker = np.stack([wall + np.uint8(2 * (i % 2)) for i in range(6)])
+    assert scored(reward, flicker).parts["steadiness"] < 0.1
+    blurred = np.stack([*steady[:4], *(np.full_like(wall, wall.mean()) for _ in range(2))])
+    assert scored(reward, blurred).parts["sharpness"] < 0.05
+    seam = np.stack([255 - wall, *steady[1:]])
+    assert scored(reward, seam).parts["start_db"] < 15 < scored(reward, steady).parts["start_db"]
+    assert "flicker shows in three" in scored(reward, steady[:2]).failure

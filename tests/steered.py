@@ -1,0 +1,64 @@
+"""A family of the user's own that takes actions, and a reward that is told them: `model.family: steered:Steered`.
+
+A sample's velocity is that of Cosmos-Predict2.5, plus a plane whose height the actions and their domain decide.
+"""
+
+import json
+
+import numpy as np
+import torch
+
+from clips import write_clip
+from wfm_ds.models.conditional_frames import frames_in
+from wfm_ds.models.cosmos25 import Cosmos25
+from wfm_ds.models.inputs import Input
+from wfm_reward.base import Range, Reward
+
+WIDTH, MOST_DOMAINS = 2, 4
+
+
+class Steered(Cosmos25):
+    family = "steered"
+    takes = {"actions": Input(rank=2, required=True), "domain": Input(rank=0)}  # noqa: RUF012
+    optional_keys = frozenset({"actions", "domain"})
+
+    def encode_inputs(self, inputs, num_frames, size):
+        actions = torch.from_numpy(np.stack([told["actions"] for told in inputs]))
+        domain = torch.tensor([int(told.get("domain", 0)) for told in inputs])
+        if actions.shape[1:] != (num_frames - 1, WIDTH) or int(domain.max()) >= MOST_DOMAINS:
+            raise ValueError(f"actions {list(actions.shape)} of {num_frames} frames, domain {domain.tolist()}")
+        return {"actions": actions.to(self.device), "domain": domain.to(self.device)}
+
+    def denoise(self, latents, sigma, conditioning, expert=None):
+        self.check_denoise(latents, sigma, conditioning)
+        told = {name: conditioning[name] for name in self.optional_keys}
+        rest = {name: tensor for name, tensor in conditioning.items() if name not in told}
+        height = (told["actions"].sum((1, 2)) + told["domain"]).view(-1, 1, 1, 1, 1)
+        given = frames_in(conditioning)
+        free = 1 if given is None else 1 - given.mask
+        return super().denoise(latents, sigma, rest, expert) + 0.1 * height * free
+
+
+class Obedience(Reward):
+    """The brightness that the actions ask for: of the video, less what they sum up to."""
+
+    name = "obedience"
+    media = frozenset({"video"})
+    outputs = {"obedience": Range(-10.0, 10.0)}  # noqa: RUF012
+    primary = "obedience"
+    needs = ("actions",)
+
+    def score(self, batch):
+        return [i.scored(i.frames.mean() / 255 * (1 + i.inputs["actions"].sum() / 10)) for i in batch]
+
+
+def write_world(folder, count=5, frames=9, size=(32, 32)):
+    """Captioned clips whose frames name their numbers, and actions [frames-1,2] that do: row i is (i, clip)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for k in range(count):
+        write_clip(folder / f"{k}.mp4", count=frames, size=size, fps=16)
+        actions = np.stack([np.arange(frames - 1), np.full(frames - 1, k)], axis=1).astype(np.float32)
+        np.save(folder / f"{k}.actions.npy", actions)
+        caption = {"prompt": "a world", "actions": f"{k}.actions.npy", "domain": k % 2, "place": f"clip {k}"}
+        (folder / f"{k}.json").write_text(json.dumps(caption))
+    return folder

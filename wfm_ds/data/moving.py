@@ -1,0 +1,89 @@
+"""`python -m wfm_ds.data.moving OUT_DIR`: the video quickstart's data, shapes that move, drawn on this machine.
+
+Every clip of the world (wfm_reward/moving_world.py) as a lossless video, twenty times. A third of the captions name a
+wrong direction: what learns from them alone moves wrong as often, and reinforcement learning has something to mend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+
+import av
+
+from wfm_ds.errors import DataError
+from wfm_ds.program import program
+from wfm_reward.moving_world import DIRECTIONS, SHAPES, Clip, Frames, clips, draw, pixels
+
+COPIES = 20
+WRONG = 7  # of each clip's captions
+FPS = 8
+
+
+def caption(clip: Clip) -> dict[str, str]:
+    return {"prompt": clip.prompt, "shape": clip.shape, "direction": clip.direction}
+
+
+def captions(clip: Clip) -> list[dict[str, str]]:
+    """Return the captions of a clip's copies: the first WRONG name the other directions in turn."""
+    others = [direction for direction in DIRECTIONS if direction != clip.direction]
+    wrong = [Clip(clip.shape, others[k % len(others)], clip.place) for k in range(WRONG)]
+    return [caption(one) for one in [*wrong, *[clip] * (COPIES - WRONG)]]
+
+
+def write_video(path: Path, frames: Frames) -> None:
+    """Write frames [T,H,W,3] without loss (FFV1 in Matroska)."""
+    options = {"fflags": "+bitexact"}  # no random identifier in the file
+    with av.open(str(path), "w", format="matroska", options=options) as container:
+        stream = container.add_stream("ffv1", rate=Fraction(FPS))
+        stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "bgr0"
+        stream.codec_context.thread_count = 1
+        for picture in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24").reformat(format="bgr0")))
+        container.mux(stream.encode(None))
+
+
+def write_moving(out: Path) -> int:
+    """Write videos/NNNN.mkv and .json (960 captioned videos), first_frames/NN.png and .json (the 48 true ones'), and
+    prompts/train.jsonl, the 12 prompts; return the number of videos.
+
+    Raises DataError if the folder exists and is not empty.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DataError(f"{out} exists and is not an empty folder: name a new one, or remove it")
+    (out / "videos").mkdir(parents=True)
+    (out / "prompts").mkdir()
+    number = 0
+    for clip in clips():
+        for text in captions(clip):
+            number += 1
+            path = out / "videos" / f"{number:04}.mkv"
+            write_video(path, pixels(draw(clip)))
+            path.with_suffix(".json").write_text(json.dumps(text) + "\n")
+    prompts = [caption(Clip(shape, direction, 0)) for shape in SHAPES for direction in DIRECTIONS]
+    (out / "prompts" / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in prompts))
+    return number
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return program(parser(), run, argv)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="wfm_ds.data.moving", description="Write the video quickstart's data.")
+    p.add_argument("out_dir", type=Path, help="a new or empty folder; gets videos/ (SFT) and prompts/ (RL)")
+    return p
+
+
+def run(args: argparse.Namespace) -> None:
+    out = args.out_dir
+    count = write_moving(out)
+    sys.stdout.write(f"{count} captioned videos in {out / 'videos'}, 12 prompts in {out / 'prompts' / 'train.jsonl'}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""The video quickstart's untrained model: a Wan transformer on 8x8 cells, and a VAE that changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
+
+from wfm_ds.models.base import seeded
+from wfm_ds.models.tiny.wan21 import TRANSFORMER_SEED, assemble
+
+# 0.6 million parameters and 32 tokens a video. A token's 16 numbers are few beside the width of 96: with 64 of them no
+# shape was learnt.
+TRANSFORMER: Mapping[str, Any] = MappingProxyType(
+    {
+        "patch_size": (1, 2, 2),
+        "num_attention_heads": 3,
+        "attention_head_dim": 32,
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": 32,
+        "freq_dim": 64,
+        "ffn_dim": 256,
+        "num_layers": 4,
+        "rope_max_seq_len": 32,
+    }
+)
+VAE_WIDTH = 9
+ONE = VAE_WIDTH - 1  # the channel that holds a constant
+CONSTANT = 1e4
+
+
+def build() -> tuple[WanPipeline, dict[str, Any]]:
+    """The pipeline, and the arguments of its call for one video."""
+    with seeded(TRANSFORMER_SEED):
+        transformer = WanTransformer3DModel(**TRANSFORMER).eval()
+    pipeline = assemble(exact_vae(), transformer=transformer, flow_shift=1.0)
+    call = {
+        "prompt": "a square moving left",
+        "height": 32,
+        "width": 32,
+        "num_frames": 5,
+        "num_inference_steps": 12,
+        "guidance_scale": 1.0,
+        "max_sequence_length": 8,
+    }
+    return pipeline, call
+
+
+def exact_vae() -> AutoencoderKLWan:
+    """A Wan VAE whose latents are the pixels: `decode` after `encode` is exact to 1e-6 for grey videos in [-1, 1] of
+    4 x 4 equal pixels each.
+
+    A latent is the mean of 4 x 4 pixels; its 4 channels are 4 successive frames, and the first latent frame has the
+    first frame in channel 0 and zeros in the others. Channels 0 to 3 inside carry x and 4 to 7 carry -x, for silu(x) -
+    silu(-x) = x; channel 8 is a constant beside which x is small, so that the norms before silu multiply by a number.
+    """
+    vae = AutoencoderKLWan(
+        base_dim=VAE_WIDTH,
+        z_dim=4,
+        dim_mult=[1, 1, 1],
+        num_res_blocks=0,
+        temperal_downsample=[True, True],
+        latents_mean=[0.0] * 4,
+        latents_std=[1.0] * 4,
+        scale_factor_temporal=4,
+        scale_factor_spatial=4,
+    )
+    with torch.no_grad():
+        for parameter in vae.parameters():
+            parameter.zero_()
+        set_encoder(vae)
+        set_decoder(vae)
+    return vae.eval()
+
+
+def set_encoder(vae: Any) -> None:
+    encoder = vae.encoder
+    here = (2, 1, 1)  # the tap of a causal 3 x 3 x 3 convolution that sees its own place
+    for rgb in range(3):
+        encoder.conv_in.weight[0, rgb][here], encoder.conv_in.weight[4, rgb][here] = 1 / 3, -1 / 3
+    encoder.conv_in.bias[ONE] = CONSTANT
+    first, second = encoder.down_blocks
+    for block, slots in ((first, 1), (second, 2)):
+        for channel in range(VAE_WIDTH):
+            block.resample[1].weight[channel, channel, :2, :2] = 0.25
+        block.time_conv.weight[ONE, ONE, 2] = 1.0
+        for half in (0, 4):
+            for slot in range(slots):  # two frames side by side: the earlier one's channels, then the later one's
+                block.time_conv.weight[half + slot, half + slot, 1] = 1.0
+                block.time_conv.weight[half + slots + slot, half + slot, 2] = 1.0
+    even_out(encoder.norm_out)
+    for channel in range(4):
+        encoder.conv_out.weight[channel, channel][here] = 1.0
+        encoder.conv_out.weight[channel, channel + 4][here] = -1.0
+        vae.quant_conv.weight[channel, channel] = 1.0
+    vae.quant_conv.bias[4:] = -30.0  # log variance: next to none
+
+
+def set_decoder(vae: Any) -> None:
+    decoder = vae.decoder
+    here = (2, 1, 1)
+    first, second, last = decoder.up_blocks
+    for channel in range(4):
+        vae.post_quant_conv.weight[channel, channel] = 1.0
+        decoder.conv_in.weight[channel, channel][here] = 1.0
+        second.resnets[0].conv_shortcut.weight[channel, channel] = 1.0
+    for block, slots in ((first, 2), (second, 1)):
+        resample = block.upsamplers[0]
+        for slot in range(slots):
+            resample.time_conv.weight[slot, slot, 2] = 1.0
+            resample.time_conv.weight[VAE_WIDTH + slot, slots + slot, 2] = 1.0
+        for channel in range(VAE_WIDTH // 2):
+            resample.resample[1].weight[channel, channel, 1, 1] = 1.0
+    shortcut = last.resnets[0].conv_shortcut
+    shortcut.weight[0, 0], shortcut.weight[4, 0], shortcut.bias[ONE] = 1.0, -1.0, CONSTANT
+    even_out(decoder.norm_out)
+    for rgb in range(3):
+        decoder.conv_out.weight[rgb, 0][here], decoder.conv_out.weight[rgb, 4][here] = 1.0, -1.0
+
+
+def even_out(norm: Any) -> None:
+    """Make a norm divide by CONSTANT and multiply by it again."""
+    norm.gamma.fill_(CONSTANT / VAE_WIDTH**0.5)

@@ -1,0 +1,70 @@
+"""The quickstart's digits: pictures of 8 x 8 pixels, rewarded if a classifier reads the digit that was asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from wfm_ds.data.digits import write_digits
+from wfm_ds.quickstart.world import World, evaluations, table
+
+GRID_ROWS, GRID_COLUMNS = 8, 10
+REWARD = "val/reward/digits/mean"
+METRICS = {
+    "reward (the classifier that RL is rewarded by)": REWARD,
+    "second judge (a classifier that RL never sees)": "val/reward/digits/second_judge/mean",
+}
+
+
+class Digits(World):
+    """Handwritten digits of scikit-learn."""
+
+    name = "digits"
+    what = "handwritten digits"
+    media = "images"
+    output = Path("outputs/quickstart")
+
+    def write(self, out: Path) -> int:
+        return write_digits(out)
+
+    def show(self, folder: Path, run: Path) -> list[str]:
+        from wfm_ds.monitoring.pictures import grid, save_png
+
+        found = evaluations(run, REWARD)
+        spreads = []
+        for (samples_folder, _), name in ((found[0], "before"), (found[-1], "after")):
+            samples = load_samples(samples_folder)
+            images = [image for image, _ in samples[: GRID_ROWS * GRID_COLUMNS]]
+            save_png(folder / f"{name}.png", grid(images, GRID_COLUMNS, scale=6))
+            spreads.append(spread_within_prompts(samples))
+        before, after = found[0][1], found[-1][1]
+        rows = [(label, before[tag], after[tag]) for label, tag in METRICS.items() if tag in before]
+        rows.append(("spread: std between images of one prompt", spreads[0], spreads[1]))
+        pictures = f"Pictures: {folder / 'before.png'} and {folder / 'after.png'}."
+        return [*table("on held-out noise seeds, 200 images", rows), "", pictures]
+
+    def more(self, folder: Path) -> str:
+        return (
+            f"--prompts {folder / 'data' / 'prompts' / 'train.jsonl'} --height 8 --width 8 --steps 12 "
+            f"--seeds 1 2 3 4 5 6 7 8 --batch 80 --out {folder / 'more'}"
+        )
+
+
+def load_samples(folder: Path) -> list[tuple[npt.NDArray[np.uint8], str]]:
+    """Images with their prompts, in the order of samples.jsonl."""
+    from PIL import Image
+
+    entries = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    return [(np.asarray(Image.open(folder / e["file"]).convert("RGB")), e["prompt"]) for e in entries]
+
+
+def spread_within_prompts(samples: Sequence[tuple[npt.NDArray[np.uint8], str]]) -> float:
+    """Standard deviation between the images of a prompt, over pixels in [0, 1], averaged over pixels and prompts."""
+    by_prompt: dict[str, list[npt.NDArray[np.uint8]]] = {}
+    for image, prompt in samples:
+        by_prompt.setdefault(prompt, []).append(image)
+    return float(np.mean([(np.stack(images) / 255.0).std(axis=0).mean() for images in by_prompt.values()]))
