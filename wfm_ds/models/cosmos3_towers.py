@@ -91,7 +91,7 @@ class TextAttention(nn.Module):
         self.k_norm_und_for_gen: Any = attention.k_norm_und_for_gen
 
     def forward(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """What the text gains [B,L,W], and its keys and values [B,L,K,D] for the video."""
+        """Return what the text gains [B,L,W], and its keys and values [B,L,K,D] for the video."""
         query, key, value = (
             part(states).unflatten(-1, (-1, self.head_dim)) for part in (self.to_q, self.to_k, self.to_v)
         )
