@@ -121,8 +121,8 @@ class DiffusionModel(ABC):
 
     @classmethod
     def placeholders(cls) -> dict[str, Any]:
-        """Stand-ins for parts that the pipeline's constructor looks into, where networks have shapes alone (empty.py) and
-        the parts are not loaded."""
+        """Stand-ins for parts that the pipeline's constructor looks into, where networks have shapes alone (empty.py)
+        and the parts are not loaded."""
         return {}
 
     @classmethod
