@@ -161,7 +161,7 @@ wan22_vae = partial(
 
 
 def cosmos3_text(num_layers: int) -> dict[str, tuple[int, ...]]:
-    """What 300 tokens of a caption leave in the layers of a text tower."""
+    """Shapes of what the layers of a text tower have of 300 tokens."""
     cached = (300, num_layers, 8, 128)
     return {"text_keys": cached, "text_values": cached, "text_mask": (300,)}
 

@@ -73,7 +73,10 @@ RUNS: dict[int, tuple[Run, ...]] = {
 COVERING = (
     *(("sana", 2, (0, 6, 10)), ("sana_video", 2, (0, 2)), ("wan22_ti2v", 2, (0, 3)), ("wan22", 2, (0, 4))),
     *(("sana", 8, (0, 2)), ("sana_video", 8, (1,)), ("wan22_ti2v", 8, (1,)), ("sana", 64, (1,))),
-    ("flux2", 2, (0, 4)),  # not Qwen-Image: its pipeline chooses a text's states by the values of their mask
+    *(
+        ("flux2", 2, (0, 4)),
+        ("cosmos3", 2, (0,)),
+    ),  # not Qwen-Image: it picks a text's states by their mask
     *(("sd3", 8, (1,)), ("cosmos25", 8, (0, 1)), ("wan21", 8, (0,)), ("wan22", 8, (1,)), ("digits", 8, (2,))),
     *(
         ("sd3", 2, (1, 7, 11)),

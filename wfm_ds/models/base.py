@@ -121,7 +121,7 @@ class DiffusionModel(ABC):
 
     @classmethod
     def placeholders(cls) -> dict[str, Any]:
-        """What stands for parts that the pipeline's constructor looks into, where networks have shapes alone (empty.py)
+        """Stand-ins for parts that the pipeline's constructor looks into, where networks have shapes alone (empty.py)
         and the parts are not loaded."""
         return {}
 

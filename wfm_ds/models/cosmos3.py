@@ -247,7 +247,7 @@ class Cosmos3(DiffusionModel):
 
 
 class NoTokenizer:
-    """What the pipeline's constructor asks a tokenizer for; it encodes nothing."""
+    """Stand-in that answers what the pipeline's constructor asks of a tokenizer; it encodes nothing."""
 
     eos_token_id = 0
 

@@ -91,7 +91,7 @@ class TextAttention(nn.Module):
         self.k_norm_und_for_gen: Any = attention.k_norm_und_for_gen
 
     def forward(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """What the text gains [B,L,W], and its keys and values [B,L,K,D] for the video."""
+        """Return what the text gains [B,L,W], and its keys and values [B,L,K,D] for the video."""
         query, key, value = (
             part(states).unflatten(-1, (-1, self.head_dim)) for part in (self.to_q, self.to_k, self.to_v)
         )
@@ -283,9 +283,9 @@ def tables(config: Any, positions: Tensor, dtype: torch.dtype) -> Rotation:
     size, axes = config.head_dim, config.rope_axes_dim
     with positions.device:
         frequencies = 1 / config.rope_theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-        axis = torch.zeros(size // 2, dtype=torch.long)  # by channel: time, height or width
-    for which in (1, 2):
-        axis[which : 3 * axes[which] : 3] = which
+        channel = torch.arange(size // 2)
+    turn = channel % 3  # time, height and width by turns, as long as an axis has channels left; then time
+    axis = sum(which * ((turn == which) & (channel < 3 * axes[which])) for which in (1, 2))
     angles = positions[axis].movedim(0, -1) * frequencies
     twice = torch.cat([angles, angles], -1)
     return twice.cos().to(dtype), twice.sin().to(dtype)
