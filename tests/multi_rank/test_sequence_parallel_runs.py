@@ -147,12 +147,13 @@ def test_sft_with_shared_tokens_is_sft_and_reads_every_sample_once(both, digits,
 
 
 @SLOW
-def test_videos_of_two_experts_with_shared_tokens(both):
+@pytest.mark.parametrize("family", ["wan22", "moving"])  # two experts; three heads
+def test_videos_with_shared_tokens(family, both):
     counts = both(
         "sd3_nft",
         *(f"data.path={RECIPES / 'prompts' / 'colors'}", "run.steps=2", "engine.micro_batch_size=3"),
         *("sampling.num_frames=5", "sampling.steps=6", "lora={rank: 4, alpha: 8}"),
-        family="wan22",
+        family=family,
     )
     assert_done_once(counts, "submitted", "decoded")
 
