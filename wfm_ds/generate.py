@@ -237,6 +237,7 @@ def load_sampler(args: argparse.Namespace) -> Sampler:
         prompt_template=args.prompt_template,
         guardrail=args.guardrail,
         fps=args.fps,
+        inputs=[] if args.actions is None else ["actions"],
     )
     if args.guidance_low is not None and len(model.sigma_ranges) == 1:
         raise UserError(f"--guidance-low: {model.path} has no second expert; leave it out")
