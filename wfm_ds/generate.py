@@ -236,6 +236,8 @@ def load_sampler(args: argparse.Namespace) -> Sampler:
         max_sequence_length=args.max_sequence_length,
         prompt_template=args.prompt_template,
         guardrail=args.guardrail,
+        fps=args.fps,
+        inputs=[] if args.actions is None else ["actions"],
     )
     if args.guidance_low is not None and len(model.sigma_ranges) == 1:
         raise UserError(f"--guidance-low: {model.path} has no second expert; leave it out")
