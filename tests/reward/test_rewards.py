@@ -20,7 +20,7 @@ from wfm_reward.rewards.ocr import edit_distance
 
 FOR_IMAGES = {"color", "digits", "jpeg_compressibility", "jpeg_incompressibility", "ocr"}
 FOR_IMAGES |= {"pickscore", "clipscore", "aesthetic", "hpsv2", "hpsv3", "image_reward", "gen_eval", "unified_reward"}
-FOR_VIDEOS = {"motion", "video_align", "dance_grpo", "cosmos_reason1"}
+FOR_VIDEOS = {"moving", "nearest_clip", "motion", "video_align", "dance_grpo", "cosmos_reason1"}
 FOR_VIDEOS |= {"action_following", "brightness", "camera_following", "consistency", "seen_action"}
 BUILT_IN = FOR_IMAGES | FOR_VIDEOS | {"mock", "remote"}
 NEEDED = {  # options without a default
