@@ -287,7 +287,7 @@ def first_frame(sampler: Sampler, file: Path | None) -> torch.Tensor | None:
 
 
 def told(sampler: Sampler, args: argparse.Namespace) -> dict[str, npt.NDArray[np.float32]]:
-    """What --actions and --domain tell every video. Raises UserError for a model that takes no such thing, and for a
+    """Inputs of every video, by --actions and --domain. Raises UserError for a model that takes no such thing, and for a
     file that it cannot use."""
     import numpy as np
 
