@@ -289,8 +289,8 @@ def first_frame(sampler: Sampler, file: Path | None) -> torch.Tensor | None:
 
 
 def told(sampler: Sampler, args: argparse.Namespace) -> dict[str, npt.NDArray[np.float32]]:
-    """What --actions and --domain tell every video. Raises UserError for a model that takes no such thing, and for a
-    file that it cannot use."""
+    """Inputs of every video, by --actions and --domain. Raises UserError for a model that takes no such thing, and for
+    a file that it cannot use."""
     import numpy as np
 
     model, size = sampler.model, sampler.settings

@@ -43,14 +43,14 @@ CAMERA = "camera"
 
 
 class TakenInput(Protocol):
-    """What a family says of an input (models/inputs.py)."""
+    """An input as a family states it (models/inputs.py)."""
 
     @property
     def rank(self) -> int: ...
 
 
 class TellableModel(Protocol):
-    """What a model says of its inputs (models/base.py)."""
+    """A model as far as it takes inputs (models/base.py)."""
 
     @property
     def takes(self) -> Mapping[str, TakenInput]: ...

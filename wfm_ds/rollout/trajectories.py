@@ -21,7 +21,7 @@ from wfm_ds.types import Prompt
 
 
 class Trajectories:
-    """What the groups of an RL step are told to do, by rollout.trajectories. The same on every rank, at any step."""
+    """Trajectories of the groups of an RL step, by rollout.trajectories. The same on every rank, at any step."""
 
     def __init__(self, recipe: Recipe, inputs: InputReader | None) -> None:
         """Raises DataError for a library that cannot be used."""
