@@ -48,8 +48,8 @@ def write_video(path: Path, frames: Frames) -> None:
 
 
 def write_moving(out: Path) -> int:
-    """Write videos/NNNN.mkv and .json (960 captioned videos), first_frames/NN.png and .json (the 48 true ones'), and
-    prompts/train.jsonl, the 12 prompts; return the number of videos.
+    """Write videos/NNNN.mkv and .json (960 captioned videos) and prompts/train.jsonl, the 12 prompts; return the number
+    of videos.
 
     Raises DataError if the folder exists and is not empty.
     """
