@@ -90,7 +90,8 @@ def study(args: argparse.Namespace) -> None:
     runs = [Run(f"{name}_{seed}", VARIANTS[name], seed, seed) for name in args.variants for seed in args.seeds]
     train_all(out, runs, args.jobs)
     rows = [row for run in runs for row in rows_of(out, run, with_start=run.variant is runs[0].variant)]
-    path = report.write(args.name, report.machine() | {"runs": revisions(out, runs)}, rows)
+    curves = {run.name: curve_of(out, run) for run in runs}
+    path = report.write(args.name, report.machine() | {"runs": revisions(out, runs)}, rows, curves=curves)
     shown = {"SFT": samples_of(out, runs[0])[0]} | {
         SHOWN[name]: samples_of(out, Run(f"{name}_{args.seeds[0]}", VARIANTS[name], args.seeds[0], args.seeds[0]))[-1]
         for name in args.variants
@@ -105,6 +106,14 @@ def rows_of(out: Path, run: Run, *, with_start: bool) -> list[dict[str, Any]]:
     found = evaluations(out / run.name, f"{REWARD}/mean")
     end = cells(run.variant.title, run.seed, *found[-1]) | {"alarm at RL step": alarm(found)}
     return [cells("SFT", run.start, *found[0]), end] if with_start else [end]
+
+
+def curve_of(out: Path, run: Run) -> list[dict[str, Any]]:
+    """Return the numbers of all of a run's evaluations, in the order of their RL steps."""
+    return [
+        {"RL step": int(samples.name.removeprefix("step_"))} | cells(run.variant.title, run.seed, samples, metrics)
+        for samples, metrics in evaluations(out / run.name, f"{REWARD}/mean")
+    ]
 
 
 def samples_of(out: Path, run: Run) -> list[Path]:
