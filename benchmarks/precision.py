@@ -35,6 +35,10 @@ SIZES: Mapping[str, tuple[int, int, int]] = {  # height, width, frames
     "wan22_ti2v": (64, 64, 9),
     "digits": (8, 8, 1),
     "moving": (32, 32, 5),
+    "flux2": (64, 64, 1),
+    "qwen_image": (64, 64, 1),
+    "cosmos3": (64, 64, 9),
+    "world": (8, 16, 5),
 }
 SIGMAS = (0.98, 0.95, 0.92, 0.9)  # all of the first expert of wan22
 PROMPTS = ["a red circle", "the digit 7", "", "a dog"]
@@ -60,9 +64,8 @@ def row(family: str) -> dict[str, Any]:
 
 
 def loaded(family: str, dtype: torch.dtype) -> DiffusionModel:
-    return registry.load(
-        f"tiny:{family}", dtype=dtype, device="cpu", guardrail="off" if family == "cosmos25" else "stock"
-    )
+    has_guardrail = registry.family_of(registry.resolve(f"tiny:{family}")).has_guardrail
+    return registry.load(f"tiny:{family}", dtype=dtype, device="cpu", guardrail="off" if has_guardrail else "stock")
 
 
 @torch.no_grad()

@@ -190,7 +190,7 @@ def is_low_precision(args: argparse.Namespace, device: torch.device) -> bool:
 
 
 def draw(args: argparse.Namespace, prompts: Sequence[Prompt]) -> None:
-    sampler = load_sampler(args)
+    sampler = load_sampler(args, () if args.actions is None else ("actions",))
     sampler.model.check_prompts([prompt.text for prompt in prompts])
     inputs = told(sampler, args)
     prompts = [replace(prompt, inputs=inputs) for prompt in prompts]
@@ -210,7 +210,7 @@ def require_empty(folder: Path) -> None:
         raise UserError(f"{folder} holds something already: choose a new folder with --out, or empty this one")
 
 
-def load_sampler(args: argparse.Namespace) -> Sampler:
+def load_sampler(args: argparse.Namespace, inputs: Sequence[str] = ()) -> Sampler:
     """The model on its device with its LoRA, and a size that it can make."""
     import torch
 
@@ -237,7 +237,7 @@ def load_sampler(args: argparse.Namespace) -> Sampler:
         prompt_template=args.prompt_template,
         guardrail=args.guardrail,
         fps=args.fps,
-        inputs=[] if args.actions is None else ["actions"],
+        inputs=inputs,
     )
     if args.guidance_low is not None and len(model.sigma_ranges) == 1:
         raise UserError(f"--guidance-low: {model.path} has no second expert; leave it out")

@@ -105,7 +105,7 @@ class Scoring:
             metadata=[row["metadata"] for row in rows],
             fps=rows[0]["fps"],
             reward=self.name,
-            inputs=[row["inputs"] for row in rows],
+            inputs=[row.get("inputs", {}) for row in rows],
         )
         video = batch.media.ndim == 5
         if not video and "image" not in self.reward.media:

@@ -56,6 +56,7 @@ def test_the_same_bytes_on_every_run(world, tmp_path):
         assert file.read_bytes() == (world / file.relative_to(tmp_path / "again")).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_reinforcement_learning_makes_the_model_follow_actions(tmp_path, root):
     folder = tmp_path / "quickstart"
