@@ -97,7 +97,8 @@ def study(args: argparse.Namespace) -> None:
         for name in args.variants
         if name in SHOWN
     }
-    write_comparison(PICTURE, {title: load_videos(samples) for title, samples in shown.items()})
+    if len(shown) == 1 + len(SHOWN):  # a study without one of them leaves the picture alone
+        write_comparison(PICTURE, {title: load_videos(samples) for title, samples in shown.items()})
     sys.stdout.write(f"{report.table(json.loads(path.read_text())['rows'])}\n\n{path}\n")
 
 
