@@ -30,14 +30,12 @@ COMMANDS = {
     "page": ("wfm_ds.monitoring.page", "write the page of runs that ended before there was one"),
     "doctor": ("wfm_ds.doctor.command", "check this machine, and what a recipe needs of it"),
     "migrate": ("wfm_ds.migrate.command", "translate a configuration of Cosmos-RL into a recipe"),
-    "quickstart": (
-        "wfm_ds.quickstart.command",
-        "train digits or videos from nothing, improve them by RL",
-    ),
+    "quickstart": ("wfm_ds.quickstart.command", "train a small world from nothing, improve it by RL"),
     "data": ("wfm_ds.data.__main__", "show how a folder of images or videos and captions is read"),
     "data captions": ("wfm_ds.data.captions", "write captions for the images and videos of a folder"),
     "data digits": ("wfm_ds.data.digits", "write the quickstart's digits as a data folder"),
     "data moving": ("wfm_ds.data.moving", "write the quickstart's moving shapes as a data folder"),
+    "data brightness": ("wfm_ds.data.brightness", "write the quickstart's clips with actions as a data folder"),
 }
 """What stands behind `wfm`, in the order of its help: the module, and what it does."""
 EXAMPLE = "wfm train tiny/sd3_nft --gpus 2"

@@ -38,7 +38,7 @@ def parser() -> Parser:
         default=WORLDS[0],
         help="handwritten digits, videos of moving shapes, or a wall that follows actions",
     )
-    p.add_argument("--output", type=Path, help="replaced if a quickstart made it (outputs/quickstart, ...-video)")
+    p.add_argument("--output", type=Path, help="replaced if a quickstart made it (outputs/quickstart, -video, -world)")
     p.add_argument("--seed", type=int, default=0, help="run.seed of both runs")
     p.add_argument("--rl", default="nft", metavar="RECIPE", help="the second recipe of recipes/WORLD/ (nft)")
     p.add_argument("--control", action="store_true", help="shuffle the rewards: RL must not gain")

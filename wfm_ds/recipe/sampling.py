@@ -119,8 +119,8 @@ class SamplingRecipe(Section):
     num_frames: PositiveInt = 1
     """Frames of a video; 1 for images."""
     fps: PositiveFloat = FPS
-    """Frames per second at which generated videos are written, shown, and given to the rewards. The model does not
-    see it."""
+    """Frames per second at which generated videos are written, shown, and given to the rewards. Cosmos3 is told it, and
+    wants data.fps to be the same; other models do not see it."""
     steps: Annotated[PositiveInt, Field(le=10_000)] = 10
     """Denoising steps of a rollout."""
     grid: Literal["stock", "even"] = "stock"
