@@ -23,6 +23,7 @@ from wfm_ds.data.trajectories import composed, cropped_intrinsics, pose_product,
 from wfm_ds.data.webdataset import TarShards
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import ActionsRecipe
+from wfm_ds.rollout.trajectories import library
 from wfm_ds.seeds import uniform
 
 FRAMES = 40
@@ -142,12 +143,34 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", [*BAD, "a missing file", "no key", "a path", "an object"])
+MAGIC = b"\x93NUMPY\x01\x00"
+
+
+def headed(text):
+    return MAGIC + len(text).to_bytes(2, "little") + text
+
+
+DAMAGED = {
+    "an empty file": b"",
+    "a zip": b"PK\x03\x04" + bytes(60),
+    "junk": b"\x80\x04junk",
+    "a broken header": headed(b"{'descr': '<f4', ((("),
+    "a header of nothing": headed(b"{'descr': (), 'fortran_order': False, 'shape': (1,)}\n"),
+    "a huge shape": headed(b"{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000, 100000000)}\n"),
+    "an impossible shape": headed(b"{'descr': '<f8', 'fortran_order': False, 'shape': (%d,)}\n" % 10**30),
+}
+
+
+@pytest.mark.parametrize("case", [*BAD, *DAMAGED, "a missing file", "no key", "a path", "an object"])
 def test_actions_that_cannot_be_used_are_bad_by_name(world, samples, case):
     metadata = samples[2].prompt.metadata
     metadata["actions"] = "wrong.npy"
     if case in BAD:
         np.save(world / "wrong.npy", BAD[case])
+    elif case in DAMAGED:
+        (world / "wrong.npy").write_bytes(DAMAGED[case])
+        with pytest.raises(DataError, match=r"library: .*wrong.npy cannot be read: it is damaged"):
+            library(world / "wrong.npy", reader())
     elif case == "no key":
         del metadata["actions"]
     elif case == "a path":

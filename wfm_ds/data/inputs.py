@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from wfm_ds.data.media import clip_frames, media_size
+from wfm_ds.data.npy import read_npy
 from wfm_ds.data.pixels import BadMedia, Draw, Framing, crop_box
 from wfm_ds.data.samples import IMAGE_SUFFIXES, LocalFile, Media, Sample, StoredFile
 from wfm_ds.data.trajectories import (
@@ -38,7 +39,7 @@ from wfm_ds.recipe.schema import Recipe
 from wfm_ds.types import Prompt
 
 NUM_PROBED = 16  # samples whose actions say how wide those of the data set are
-READ_ERRORS = (OSError, ValueError, EOFError, KeyError)
+READ_ERRORS = (OSError, ValueError, KeyError)
 CAMERA = "camera"
 
 
@@ -160,11 +161,10 @@ def raw_input(sample: Sample, name: str) -> Floats:
         raise ValueError("its caption file does not have it")
     if isinstance(value, str):
         with beside(sample, value).open() as file:
-            array = np.load(file, allow_pickle=False)
-    else:
-        array = np.asarray(value)
+            return read_npy(file)
+    array = np.asarray(value)
     if not is_numeric(array):
-        raise ValueError("it is not an array of numbers")
+        raise ValueError("it is not an array of real numbers")
     found: Floats = array.astype(np.float32)
     return found
 

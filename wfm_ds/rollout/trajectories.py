@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from wfm_ds.data.inputs import InputReader
+from wfm_ds.data.npy import read_npy
 from wfm_ds.data.order import permuted
-from wfm_ds.data.trajectories import ACTIONS, DOMAIN, POSES, Floats, is_numeric
+from wfm_ds.data.trajectories import ACTIONS, DOMAIN, POSES, Floats
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.seeds import derive_seed
@@ -74,15 +75,15 @@ def moved(here: Mapping[str, Floats], there: Mapping[str, Floats]) -> dict[str, 
 def library(path: Path, inputs: InputReader) -> Floats:
     """Read a library of actions, an .npy file [N,F-1,D], scaled as those of the data are. Raises DataError."""
     try:
-        found = np.load(path, allow_pickle=False)
+        with path.open("rb") as file:
+            found = read_npy(file)
     except (OSError, ValueError) as error:
         raise DataError(f"rollout.trajectory_library: {path} cannot be read: {error}") from error
-    if not is_numeric(found) or found.ndim != 3 or not len(found) or not np.isfinite(found).all():
+    if found.ndim != 3 or not len(found) or not np.isfinite(found).all():
         raise DataError(f"rollout.trajectory_library: {path} must hold finite numbers [N,F-1,D]")
     if found.shape[1:] != (inputs.num_frames - 1, inputs.width):
         raise DataError(
             f"rollout.trajectory_library: {path} has trajectories {list(found.shape[1:])}, and samples of this recipe "
             f"have {[inputs.num_frames - 1, inputs.width]}"
         )
-    found = found.astype(np.float32)
     return found if inputs.scaling is None else inputs.scaling(found)
