@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from clips import index_of
 from steered import write_world
+from wfm_ds.data.actions import Actions, library
 from wfm_ds.data.datasets import TrainingData
 from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.media import load_media
@@ -19,11 +20,10 @@ from wfm_ds.data.order import BatchSource
 from wfm_ds.data.paired import PairedFolder
 from wfm_ds.data.pixels import BadMedia, Framing, centre, cover, crop_box
 from wfm_ds.data.shared import pack, unpack
-from wfm_ds.data.trajectories import composed, cropped_intrinsics, pose_product, rotation, scaling_of
+from wfm_ds.data.trajectories import Scaling, composed, cropped_intrinsics, pose_product, rotation, scaling_of
 from wfm_ds.data.webdataset import TarShards
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import ActionsRecipe
-from wfm_ds.rollout.trajectories import library
 from wfm_ds.seeds import uniform
 
 FRAMES = 40
@@ -170,7 +170,7 @@ def test_actions_that_cannot_be_used_are_bad_by_name(world, samples, case):
     elif case in DAMAGED:
         (world / "wrong.npy").write_bytes(DAMAGED[case])
         with pytest.raises(DataError, match=r"library: .*wrong.npy cannot be read: it is damaged"):
-            library(world / "wrong.npy", reader())
+            library(world / "wrong.npy", (4, 2), None)
     elif case == "no key":
         del metadata["actions"]
     elif case == "a path":
@@ -223,7 +223,12 @@ def test_a_tar_holds_actions_beside_its_clips_and_other_ranks_know(world, tmp_pa
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
     found = TarShards([str(tmp_path / "a.tar")], cache_dir=None, max_bad_fraction=0).samples
-    data = TrainingData(prompts=[], samples=found, bad={}, held_out=[], shown=[])
-    [sample] = unpack(json.loads(json.dumps(pack(data)))).samples
+    scaling, drawn_from = Scaling(np.array([0.1, 1 / 3]), np.array([1.0, 7.0]), 1.0), np.float32([[[1, 2]]])
+    actions = Actions(width=2, scaling=scaling, library=drawn_from)
+    data = TrainingData(prompts=[], samples=found, bad={}, held_out=[], shown=[], actions=actions)
+    there = unpack(json.loads(json.dumps(pack(data))))
+    assert np.array_equal(there.actions.library, drawn_from)
+    assert np.array_equal(there.actions.scaling(drawn_from), scaling(drawn_from))
+    [sample] = there.samples
     told = reader().prompt(sample, framing(), drawn(1)).inputs["actions"]
     assert told[:, 1].tolist() == [1] * 4

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
@@ -31,14 +30,11 @@ from wfm_ds.data.trajectories import (
     composed,
     cropped_intrinsics,
     is_numeric,
-    scaling_of,
 )
-from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import ActionsRecipe
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.types import Prompt
 
-NUM_PROBED = 16  # samples whose actions say how wide those of the data set are
 READ_ERRORS = (OSError, ValueError, KeyError)
 CAMERA = "camera"
 
@@ -72,22 +68,18 @@ class InputReader:
     check: Callable[[Mapping[str, Floats]], object]  # raises ValueError for inputs that the model cannot use
 
     @classmethod
-    def of(cls, recipe: Recipe, model: TellableModel, samples: Sequence[Sample]) -> InputReader | None:
-        """Return the reader of a recipe's inputs, which the model takes; None if it names none. `samples`: those of
-        the data set. Raises DataError for stats or a library that cannot be used."""
+    def of(
+        cls, recipe: Recipe, model: TellableModel, *, width: int | None, scaling: Scaling | None
+    ) -> InputReader | None:
+        """Return the reader of a recipe's inputs, which the model takes; None if it names none. width, scaling: see
+        actions.py."""
         if not recipe.data.inputs:
             return None
-        settings, width = recipe.data.actions, None
-        scaling = scaling_of(settings)
-        if ACTIONS in recipe.data.inputs:
-            width = settings.width or (len(scaling.low) if scaling else None) or widest_used(samples)
-        if scaling is not None and width != len(scaling.low):
-            raise DataError(f"data.actions.width {width}: data.actions.stats has {len(scaling.low)} numbers")
         size = recipe.sampling
         return cls(
             ranks={name: model.takes[name].rank for name in recipe.data.inputs},
             num_frames=size.num_frames,
-            actions=settings,
+            actions=recipe.data.actions,
             width=width,
             scaling=scaling,
             check=lambda told: model.encode_inputs([told], size.num_frames, (size.height, size.width)),
@@ -183,24 +175,6 @@ def beside(sample: Sample, name: str) -> Media:
     if isinstance(media, StoredFile):
         return StoredFile(f"{media.address.rpartition('/')[0]}/{name}")
     raise FileNotFoundError(f"{name} is not beside {media.name}")
-
-
-def widest_used(samples: Sequence[Sample]) -> int:
-    """Return how many numbers most of the first samples' actions have. Raises DataError where none can be read."""
-    found: Counter[int] = Counter()
-    for sample in samples[:NUM_PROBED]:
-        try:
-            raw = raw_input(sample, ACTIONS)
-        except READ_ERRORS:
-            continue
-        if raw.ndim == 2:
-            found[raw.shape[1]] += 1
-    if not found:
-        raise DataError(
-            f"data.inputs: none of the first {min(len(samples), NUM_PROBED)} samples has actions [N-1,D] that can be "
-            "read: name an .npy file as `actions` in each NAME.json"
-        )
-    return found.most_common(1)[0][0]
 
 
 def without_inputs(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
-from wfm_ds.data.inputs import InputReader
-from wfm_ds.data.npy import read_npy
+from wfm_ds.data.actions import Actions
 from wfm_ds.data.order import permuted
 from wfm_ds.data.trajectories import ACTIONS, DOMAIN, POSES, Floats
-from wfm_ds.errors import DataError
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.seeds import derive_seed
 from wfm_ds.types import Prompt
@@ -24,14 +21,10 @@ from wfm_ds.types import Prompt
 class Trajectories:
     """Trajectories of the groups of an RL step, by rollout.trajectories. The same on every rank, at any step."""
 
-    def __init__(self, recipe: Recipe, inputs: InputReader | None) -> None:
-        """Raises DataError for a library that cannot be used."""
+    def __init__(self, recipe: Recipe, actions: Actions | None) -> None:
         rollout = recipe.rl.rollout
         self.mode, self.seed = rollout.trajectories, recipe.run.seed
-        self._library = None
-        if rollout.trajectory_library is not None:
-            assert inputs is not None
-            self._library = library(Path(rollout.trajectory_library), inputs)
+        self._library = None if actions is None else actions.library
 
     def of_step(self, prompts: Sequence[Prompt], step: int) -> list[Prompt]:
         """Return the prompts of all groups of a step with the trajectories that their samples are told."""
@@ -70,20 +63,3 @@ def moved(here: Mapping[str, Floats], there: Mapping[str, Floats]) -> dict[str, 
         start = here[POSES][0].astype(np.float64) @ np.linalg.inv(there[POSES][0].astype(np.float64))
         found[POSES] = (start @ there[POSES].astype(np.float64)).astype(np.float32)
     return found
-
-
-def library(path: Path, inputs: InputReader) -> Floats:
-    """Read a library of actions, an .npy file [N,F-1,D], scaled as those of the data are. Raises DataError."""
-    try:
-        with path.open("rb") as file:
-            found = read_npy(file)
-    except (OSError, ValueError) as error:
-        raise DataError(f"rollout.trajectory_library: {path} cannot be read: {error}") from error
-    if found.ndim != 3 or not len(found) or not np.isfinite(found).all():
-        raise DataError(f"rollout.trajectory_library: {path} must hold finite numbers [N,F-1,D]")
-    if found.shape[1:] != (inputs.num_frames - 1, inputs.width):
-        raise DataError(
-            f"rollout.trajectory_library: {path} has trajectories {list(found.shape[1:])}, and samples of this recipe "
-            f"have {[inputs.num_frames - 1, inputs.width]}"
-        )
-    return found if inputs.scaling is None else inputs.scaling(found)
