@@ -30,6 +30,7 @@ from wfm_ds.data.trajectories import (
     composed,
     cropped_intrinsics,
     is_numeric,
+    require_rigid,
 )
 from wfm_ds.recipe.data import ActionsRecipe
 from wfm_ds.recipe.schema import Recipe
@@ -112,6 +113,7 @@ class InputReader:
             return cut if self.scaling is None else self.scaling(cut)
         if name == POSES:
             require(raw, (total, 4, 4))
+            require_rigid(raw)
             return raw[list(frames)]
         if name == INTRINSICS:
             raw = np.broadcast_to(raw, (total, 4)) if raw.shape == (4,) else raw
@@ -178,5 +180,10 @@ def beside(sample: Sample, name: str) -> Media:
 
 
 def without_inputs(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the metadata that travels to the rewards: inputs go by their own way."""
-    return {key: value for key, value in metadata.items() if key not in (*names, CAMERA)}
+    """Return the metadata that travels to the rewards: inputs go by their own way, and so does a map `camera` that
+    one of them was read from."""
+    camera = metadata.get(CAMERA)
+    read = (
+        [CAMERA] if isinstance(camera, dict) and any(name in camera and name not in metadata for name in names) else []
+    )
+    return {key: value for key, value in metadata.items() if key not in (*names, *read)}
