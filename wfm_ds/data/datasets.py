@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -184,6 +185,9 @@ def own_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
     except OSError as error:
         raise DataError(f"{key} {data.kind}: {', '.join(paths)} cannot be read: {error}") from error
     found.samples.sort(key=lambda sample: sample.id)
+    ids = [sample.id for sample in found.samples]
+    if repeated := next((one for one, after in itertools.pairwise(ids) if one == after), None):
+        raise DataError(f"{key} {data.kind}: it has two samples of the id {repeated}; give each its own")
     if unknown := sorted(found.bad.keys() - REASONS.keys()):
         raise DataError(f"{key} {data.kind}: it rejects for {', '.join(unknown)}; reasons are {', '.join(REASONS)}")
     return found
