@@ -35,7 +35,7 @@ class CameraFollowing(Reward):
         "degrees": Range(0.0, 180.0),
     }
     primary = "camera_following"
-    needs = ("c2w",)
+    needs_inputs = ("c2w",)
     stall_s = 660.0
 
     def __init__(self, device: str = "cpu", *, url: str = "", degrees: float = 10.0, timeout_s: float = 120.0) -> None:
