@@ -5,6 +5,7 @@ To follow actions cannot be learned from the recorded continuation alone: a mode
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -17,6 +18,8 @@ from wfm_ds.recipe.schema import Recipe
 from wfm_ds.seeds import derive_seed
 from wfm_ds.types import Prompt
 
+log = logging.getLogger(__name__)
+
 
 class Trajectories:
     """Trajectories of the groups of an RL step, by rollout.trajectories. The same on every rank, at any step."""
@@ -24,12 +27,22 @@ class Trajectories:
     def __init__(self, recipe: Recipe, actions: Actions | None) -> None:
         rollout = recipe.rl.rollout
         self.mode, self.seed = rollout.trajectories, recipe.run.seed
+        self._has_warned = False
         self._library = None if actions is None else actions.library
 
     def of_step(self, prompts: Sequence[Prompt], step: int) -> list[Prompt]:
         """Return the prompts of all groups of a step with the trajectories that their samples are told."""
         if self.mode == "shuffle":
-            return exchanged(prompts, seed=self.seed, step=step)
+            found = exchanged(prompts, seed=self.seed, step=step)
+            if not self._has_warned and all(here is there for here, there in zip(found, prompts, strict=True)):
+                self._has_warned = True
+                log.warning(
+                    "rollout.trajectories: shuffle exchanged nothing in step %d: each of its %d groups is alone in its "
+                    "domain; raise rollout.prompts_per_step",
+                    step,
+                    len(prompts),
+                )
+            return found
         if self._library is None:
             return list(prompts)
         chosen = [derive_seed(self.seed, "trajectories", step, g) % len(self._library) for g in range(len(prompts))]
@@ -48,6 +61,8 @@ def exchanged(prompts: Sequence[Prompt], *, seed: int, step: int) -> list[Prompt
     found = list(prompts)
     for domain, members in sorted(domains.items()):
         order = permuted(len(members), derive_seed(seed, "trajectories", step, str(domain)))
+        if len(members) == 1:
+            continue
         ring = [members[place] for place in order]  # each takes the next one's
         for here, there in zip(ring, [*ring[1:], ring[0]], strict=True):
             found[here] = replace(prompts[here], inputs=moved(prompts[here].inputs, prompts[there].inputs))
