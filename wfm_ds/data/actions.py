@@ -1,4 +1,4 @@
-"""What the actions of a run are like: found once, before any model is loaded, and known to all ranks."""
+"""Facts about the actions of a run, found once, before any model is loaded, and known to all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_PROBED = 16  # samples whose actions say how wide those of the data set are
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actions:
-    """Facts about the actions of a run's data, and those that no clip has."""
+    """How wide actions are and how they are scaled, and those that no clip has."""
 
     width: int  # numbers of an action
     scaling: Scaling | None = None
