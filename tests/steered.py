@@ -46,7 +46,7 @@ class Obedience(Reward):
     media = frozenset({"video"})
     outputs = {"obedience": Range(-10.0, 10.0)}  # noqa: RUF012
     primary = "obedience"
-    needs = ("actions",)
+    needs_inputs = ("actions",)
 
     def score(self, batch):
         return [i.scored(i.frames.mean() / 255 * (1 + i.inputs["actions"].sum() / 10)) for i in batch]

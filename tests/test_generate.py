@@ -90,6 +90,8 @@ def test_videos_follow_actions_and_others_are_refused(tiny_pipelines, tmp_path, 
     for name, actions in {"up": np.ones((4, 2)), "down": -np.ones((4, 2)), "long": np.ones((5, 2))}.items():
         np.save(tmp_path / f"{name}.npy", actions)
     np.save(tmp_path / "nan.npy", np.full((4, 2), np.nan))
+    np.save(tmp_path / "complex.npy", np.full((4, 2), 1j))
+    (tmp_path / "zip.npy").write_bytes(b"PK\x03\x04" + bytes(60))
     common = ["--model", str(tiny_pipelines("cosmos25")), "--guardrail", "off", "--prompts", str(tmp_path / "a.txt")]
     common += [*SIZE, "--frames", "5", "--out"]
     own = ["--family", "steered:Steered"]
@@ -102,8 +104,11 @@ def test_videos_follow_actions_and_others_are_refused(tiny_pipelines, tmp_path, 
     assert "up.npy" in (tmp_path / "up" / "index.html").read_text()
     for arguments, says in (
         (own, "makes no video without actions: name a file with --actions"),
-        ([*own, "--actions", str(tmp_path / "long.npy")], "long.npy cannot be used: actions [1, 5, 2] of 5 frames"),
-        ([*own, "--actions", str(tmp_path / "nan.npy")], "nan.npy cannot be used: it has NaN or infinite numbers"),
+        ([*own, "--actions", str(tmp_path / "long.npy")], f"cannot follow {tmp_path}/long.npy: actions [1, 5, 2] of 5"),
+        ([*own, "--actions", str(tmp_path / "nan.npy")], "nan.npy cannot be read: it has NaN or infinite numbers"),
+        ([*own, "--actions", str(tmp_path / "zip.npy")], "zip.npy cannot be read: it is damaged"),
+        ([*own, "--actions", str(tmp_path / "complex.npy")], "complex.npy cannot be read: it is not an array of real"),
+        ([*own, "--domain", "99"], "--domain: it is the embodiment that --actions are of"),
         (["--actions", str(tmp_path / "up.npy")], "takes no actions; leave it out"),
     ):
         assert main([*common, str(tmp_path / "none"), *arguments]) == 2

@@ -53,7 +53,12 @@ def parser() -> Parser:
     p.add_argument(
         "--first-frame", metavar="FILE", type=Path, help="an image that every video begins with (image-to-video)"
     )
-    p.add_argument("--actions", metavar="FILE", type=Path, help="an .npy file [FRAMES-1,D] that every video follows")
+    p.add_argument(
+        "--actions",
+        metavar="FILE",
+        type=Path,
+        help="an .npy file [FRAMES-1,D] that every video follows, scaled as data.actions.normalize did in training",
+    )
     p.add_argument("--domain", type=natural, metavar="N", help="the embodiment that --actions are of")
     return p
 
@@ -130,6 +135,8 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("--guidance-batch: joint needs --guidance above 1, else there is only one pass to run")
     if args.pipeline is not None and args.lora is not None:
         raise UserError("--lora: not allowed with --pipeline; an export is a --model for a LoRA trained on it")
+    if args.domain is not None and args.actions is None:
+        raise UserError("--domain: it is the embodiment that --actions are of; name these too, or leave it out")
     if args.first_frame is not None:
         check_first_frame(args.first_frame, args.frames)
     quieten_libraries()
@@ -293,6 +300,8 @@ def told(sampler: Sampler, args: argparse.Namespace) -> dict[str, npt.NDArray[np
     a file that it cannot use."""
     import numpy as np
 
+    from wfm_ds.data.npy import read_npy
+
     model, size = sampler.model, sampler.settings
     given = {name: getattr(args, name) for name in ("actions", "domain") if getattr(args, name) is not None}
     for name in given:
@@ -301,15 +310,22 @@ def told(sampler: Sampler, args: argparse.Namespace) -> dict[str, npt.NDArray[np
     for name, taken in model.takes.items():
         if taken.required and name not in given:
             raise UserError(f"{model.family} ({model.path}) makes no video without {name}: name a file with --{name}")
+    if not given:
+        return {}
     try:
-        arrays = {name: np.load(value) if name == "actions" else value for name, value in given.items()}
-        inputs = {name: np.asarray(array, np.float32) for name, array in arrays.items()}
-        if not all(np.isfinite(array).all() for array in inputs.values()):
+        with args.actions.open("rb") as file:
+            inputs = {"actions": read_npy(file)}
+        if not np.isfinite(inputs["actions"]).all():
             raise ValueError("it has NaN or infinite numbers")
-        if inputs:
-            model.encode_inputs([inputs], size.num_frames, (size.height, size.width))
-    except (OSError, ValueError, EOFError) as error:
-        raise UserError(f"--actions: {args.actions} cannot be used: {error}") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"--actions: {args.actions} cannot be read: {error}") from error
+    if args.domain is not None:
+        inputs["domain"] = np.asarray(args.domain, np.float32)
+    try:
+        model.encode_inputs([inputs], size.num_frames, (size.height, size.width))
+    except ValueError as error:
+        options = "--actions" if args.domain is None else "--actions and --domain"
+        raise UserError(f"{options}: {model.family} cannot follow {args.actions}: {error}") from error
     return inputs
 
 
@@ -388,6 +404,7 @@ def facts(sampler: Sampler, args: argparse.Namespace) -> dict[str, str]:
         **negative,
         **({"first frame": args.first_frame.name} if args.first_frame is not None else {}),
         **({"actions": args.actions.name} if args.actions is not None else {}),
+        **({"domain": str(args.domain)} if args.domain is not None else {}),
         "prompts": args.prompts.name,
         "seeds": ", ".join(map(str, args.seeds)),
         "dtype": str(sampler.model.dtype).removeprefix("torch."),

@@ -26,19 +26,26 @@ def import_class(path: str, base: type[Any], *, key: str, error: type[UserError]
     """The class at `path`, which must be a concrete subclass of `base`. Raises `error`, one sentence that begins with
     `key` and the path, also for whatever its module raises while it is imported."""
     module_name, _, class_name = path.partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), class_name)):
-        raise error(f"{key} {path}: expected {FORM}")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as problem:
-        raise error(f"{key} {path}: {_reason(module_name, problem)}") from problem
-    found = getattr(module, class_name, None)
+    found = import_object(path, key=key, error=error)
     if not inspect.isclass(found) or not issubclass(found, base):
         wanted = f"{base.__module__}.{base.__name__}"
         raise error(f"{key} {path}: {module_name} has no class {class_name!r} that is a {wanted}")
     if lacking := sorted(getattr(found, "__abstractmethods__", ())):
         raise error(f"{key} {path}: the class lacks {', '.join(lacking)}")
     return found
+
+
+def import_object(path: str, *, key: str, error: type[UserError], form: str = FORM) -> Any:
+    """Whatever is at `path`; None if its module has no such name. Raises `error` as `import_class` does for a path of
+    another form, and for whatever the module raises while it is imported."""
+    module_name, _, name = path.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), name)):
+        raise error(f"{key} {path}: expected {form}")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as problem:
+        raise error(f"{key} {path}: {_reason(module_name, problem)}") from problem
+    return getattr(module, name, None)
 
 
 def _reason(module_name: str, problem: Exception) -> str:

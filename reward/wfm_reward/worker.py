@@ -110,10 +110,11 @@ class Scoring:
         video = batch.media.ndim == 5
         if not video and "image" not in self.reward.media:
             return [item.failed("it scores videos, this is an image") for item in batch]
-        needs = self.reward.needs
-        lacking = sorted({key for item in batch for key in needs if key not in {*item.metadata, *item.inputs}})
+        needs, inputs = self.reward.needs, self.reward.needs_inputs
+        lacking = {key for item in batch for key in needs if key not in {*item.metadata, *item.inputs}}
+        lacking |= {key for item in batch for key in inputs if key not in item.inputs}
         if lacking:
-            raise ValueError(f"the metadata and inputs lack {', '.join(lacking)}")
+            raise ValueError(f"the metadata and inputs lack {', '.join(sorted(lacking))}")
         if video and "video" not in self.reward.media:
             return score_frames(self.scored, batch, self.reward.frames, self.max_batch)
         return self.scored(batch)

@@ -113,6 +113,7 @@ def test_the_command_ends_with_one_for_a_broken_family_and_two_for_a_mistake(sub
     assert last == "sd3: 0 of 1 checks kept"
     for wrong, says in (
         ([*words, "--case", "not_there:CASE"], "--case not_there:CASE: cannot import 'not_there'"),
+        ([*words, "--case", ":CASE"], "--case :CASE: expected package.module:CASE"),
         ([*words, "--case", f"{__name__}:CASE"], "has no 'CASE' that is a wfm_ds.contract.case.Case"),
         (["my.module", "--tiny", str(of.folder)], "model.family my.module: expected package.module:Class"),
         ([of.own, "--tiny", "/nowhere"], "/nowhere does not exist"),

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import tarfile
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from clips import index_of
 from steered import write_world
+from wfm_ds.data.actions import Actions, library
 from wfm_ds.data.datasets import TrainingData
 from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.media import load_media
@@ -19,7 +21,15 @@ from wfm_ds.data.order import BatchSource
 from wfm_ds.data.paired import PairedFolder
 from wfm_ds.data.pixels import BadMedia, Framing, centre, cover, crop_box
 from wfm_ds.data.shared import pack, unpack
-from wfm_ds.data.trajectories import composed, cropped_intrinsics, pose_product, rotation, scaling_of
+from wfm_ds.data.trajectories import (
+    Scaling,
+    composed,
+    cropped_intrinsics,
+    pose_product,
+    require_rigid,
+    rotation,
+    scaling_of,
+)
 from wfm_ds.data.webdataset import TarShards
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import ActionsRecipe
@@ -77,6 +87,8 @@ def test_slower_clips_need_a_composition(samples):
     half = framing(fps=12.0 * 16 / 24)  # of 16 frames a second
     with pytest.raises(BadMedia, match=r"2 apart.*set data.actions.compose.*\(bad_actions\)"):
         reader().prompt(samples[0], half, centre)
+    with pytest.raises(ValueError, match="shows a frame twice in a row"):
+        composed(np.float32([[1, 2]]), [0, 0, 1], None)
     told = reader(compose="sum").prompt(samples[0], half, centre).inputs["actions"]
     first = index_of(load_media(samples[0].media, half, centre)[0])
     assert told[:, 0].tolist() == [first + i + first + i + 1 for i in range(0, 8, 2)]
@@ -116,6 +128,18 @@ def test_cameras_are_cut_with_the_frames_and_their_pixels(world, samples):
     assert (fx, fy, cy) == (20, 15, 8)
     assert cx == pytest.approx((24 - 16 * across) / 2, abs=1e-5)
     assert "camera" not in told.metadata
+    sample.prompt.metadata["camera"] = "Canon"
+    assert reader(ranks={"actions": 2}).prompt(sample, square, drawn(3)).metadata["camera"] == "Canon"
+
+
+def test_a_pose_is_a_rotation_and_a_translation():
+    good = np.broadcast_to(np.eye(4, dtype=np.float32), (3, 4, 4)).copy()
+    require_rigid(good)
+    for place, value in (((1, 0, 0), 0), ((1, 0, 0), -1), ((2, 0, 1), 0.1), ((0, 3, 3), 0), ((0, 3, 0), 1)):
+        poses = good.copy()
+        poses[place] = value
+        with pytest.raises(ValueError, match="pose"):
+            require_rigid(poses)
 
 
 @given(st.integers(8, 60), st.integers(8, 60), st.floats(0, 1), st.floats(0, 1))
@@ -142,12 +166,34 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", [*BAD, "a missing file", "no key", "a path", "an object"])
+MAGIC = b"\x93NUMPY\x01\x00"
+
+
+def headed(text):
+    return MAGIC + len(text).to_bytes(2, "little") + text
+
+
+DAMAGED = {
+    "an empty file": b"",
+    "a zip": b"PK\x03\x04" + bytes(60),
+    "junk": b"\x80\x04junk",
+    "a broken header": headed(b"{'descr': '<f4', ((("),
+    "a header of nothing": headed(b"{'descr': (), 'fortran_order': False, 'shape': (1,)}\n"),
+    "a huge shape": headed(b"{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000, 100000000)}\n"),
+    "an impossible shape": headed(b"{'descr': '<f8', 'fortran_order': False, 'shape': (%d,)}\n" % 10**30),
+}
+
+
+@pytest.mark.parametrize("case", [*BAD, *DAMAGED, "a missing file", "no key", "a path", "an object"])
 def test_actions_that_cannot_be_used_are_bad_by_name(world, samples, case):
     metadata = samples[2].prompt.metadata
     metadata["actions"] = "wrong.npy"
     if case in BAD:
         np.save(world / "wrong.npy", BAD[case])
+    elif case in DAMAGED:
+        (world / "wrong.npy").write_bytes(DAMAGED[case])
+        with pytest.raises(DataError, match=r"library: .*wrong.npy cannot be read: it is damaged"):
+            library(world / "wrong.npy", (4, 2), None)
     elif case == "no key":
         del metadata["actions"]
     elif case == "a path":
@@ -187,9 +233,22 @@ def test_scales(tmp_path):
         1,
     ]
     assert scaling_of(ActionsRecipe()) is None
-    (tmp_path / "s.json").write_text('{"mean": [1]}')
-    with pytest.raises(DataError, match="must be a JSON object with the lists mean and std"):
-        scaling_of(ActionsRecipe(stats=tmp_path / "s.json", normalize="meanstd"))
+
+
+@pytest.mark.parametrize(
+    ("stats", "normalize", "says"),
+    [
+        ({"mean": [1]}, "meanstd", "must be a JSON object with the lists mean and std"),
+        ({"mean": [1], "std": [1, 2]}, "meanstd", "are not two equally long lists"),
+        ({"mean": [1, 2], "std": [1, math.nan]}, "meanstd", "have NaN or infinite numbers"),
+        ({"mean": [1, 2], "std": [1, -2]}, "meanstd", "std of .*s.json is negative in number 1"),
+        ({"q01": [5, 0], "q99": [4, 1]}, "quantile", "q01 of .*s.json is above q99 in number 0"),
+    ],
+)
+def test_stats_that_cannot_be_used_are_refused(tmp_path, stats, normalize, says):
+    (tmp_path / "s.json").write_text(json.dumps(stats))
+    with pytest.raises(DataError, match=says):
+        scaling_of(ActionsRecipe(stats=tmp_path / "s.json", normalize=normalize))
 
 
 def test_a_tar_holds_actions_beside_its_clips_and_other_ranks_know(world, tmp_path):
@@ -200,7 +259,12 @@ def test_a_tar_holds_actions_beside_its_clips_and_other_ranks_know(world, tmp_pa
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
     found = TarShards([str(tmp_path / "a.tar")], cache_dir=None, max_bad_fraction=0).samples
-    data = TrainingData(prompts=[], samples=found, bad={}, held_out=[], shown=[])
-    [sample] = unpack(json.loads(json.dumps(pack(data)))).samples
+    scaling, drawn_from = Scaling(np.array([0.1, 1 / 3]), np.array([1.0, 7.0]), 1.0), np.float32([[[1, 2]]])
+    actions = Actions(width=2, scaling=scaling, library=drawn_from)
+    data = TrainingData(prompts=[], samples=found, bad={}, held_out=[], shown=[], actions=actions)
+    there = unpack(json.loads(json.dumps(pack(data))))
+    assert np.array_equal(there.actions.library, drawn_from)
+    assert np.array_equal(there.actions.scaling(drawn_from), scaling(drawn_from))
+    [sample] = there.samples
     told = reader().prompt(sample, framing(), drawn(1)).inputs["actions"]
     assert told[:, 1].tolist() == [1] * 4

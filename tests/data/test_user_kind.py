@@ -10,11 +10,22 @@ from wfm_ds.recipe.schema import Recipe
 
 ROWS = ["a.png,a red square,red", "b.png,a blue square,blue", "c.png,,nothing", "d.png,not there,gone"]
 
+TWICE = """
+from my_data import CaptionTable
+
+
+class Twice(CaptionTable):
+    def __init__(self, *paths, **options):
+        super().__init__(*paths, **options)
+        self.samples.append(self.samples[0])
+"""
+
 
 @pytest.fixture
 def recipe(tmp_path, monkeypatch):
     """`recipe(**data)`: a recipe on a folder of the page's kind, with these keys changed."""
     write_code("data.md", "my_data.py", tmp_path)
+    (tmp_path / "twice_data.py").write_text(TWICE)
     monkeypatch.syspath_prepend(tmp_path)
     for name in "abc":
         Image.new("RGB", (16, 16)).save(tmp_path / f"{name}.png")
@@ -55,6 +66,7 @@ def test_options_reach_its_constructor(recipe):
         ({"kind": "my_data:Nothing"}, "my_data has no class 'Nothing' that is a wfm_ds.data.samples.SampleSet"),
         ({"kind": "not_there:X"}, "cannot import 'not_there'"),
         ({"path": "/not/there"}, "/not/there cannot be read: .*No such file"),
+        ({"kind": "twice_data:Twice"}, "it has two samples of the id a.png; give each its own"),
         ({"max_bad_fraction": 0.1}, "2 of 4 entries cannot be used"),
     ],
 )

@@ -207,7 +207,8 @@ def test_swapping_the_actions_of_two_rows_swaps_what_they_change(model):
         ([{"actions": np.zeros((7, 9))}], r"actions must be \[8, 1 to 16\], got \[7, 9\]"),
         ([{"actions": np.zeros((8, 17))}], r"got \[8, 17\]"),
         ([{"actions": np.zeros(8)}], r"got \[8\]"),
-        ([{"actions": np.zeros((8, 9)), "domain": np.array(5)}], "domain must be from 0 to 4"),
+        ([{"actions": np.zeros((8, 9)), "domain": np.array(5)}], "domain must be a whole number from 0 to 4"),
+        ([{"actions": np.zeros((8, 9)), "domain": np.array(1.7)}], "domain must be a whole number from 0 to 4"),
         ([{"actions": np.zeros((8, 9))}, {}], "either all have actions or none"),
     ],
 )

@@ -179,6 +179,7 @@ def test_inputs_that_the_model_does_not_take_are_refused(overrides, says, tiny_p
         (["rollout.trajectories=library"], "library and trajectory_library belong together"),
         (["data.actions.normalize=quantile"], "stats and normalize belong together"),
         (["validation.prompts=p.txt", "algorithm.min_num_conditional_frames=0"], "samples are told data.inputs"),
+        (["sampling.num_frames=1", "rollout.trajectories=data"], "actions lead from frame to frame, and .* has one"),
         (["data.kind=cosmos"], "inputs are of kind paired, folder, webdataset or sets, not cosmos"),
     ],
 )
@@ -193,6 +194,10 @@ def test_a_reward_that_needs_actions_is_refused_where_samples_are_told_none(tiny
     recipe = recipe_file.load(Path(made["recipe"]), made["overrides"])
     with pytest.raises(RecipeError, match=r"reward steered:Obedience needs actions: name it in data\.inputs"):
         check_rewards(recipe, [Prompt(id="p", text="p", metadata={"actions": "p.actions.npy"})])
+    camera = "reward.functions=[{name: camera_following, options: {url: 'http://127.0.0.1:1'}}]"
+    recipe = recipe_file.load(Path(made["recipe"]), [*made["overrides"], camera])
+    with pytest.raises(RecipeError, match="needs the input c2w, which samples of this model are not told"):
+        check_rewards(recipe, [Prompt(id="p", text="p", metadata={"c2w": "p.c2w.npy"})])
 
 
 def test_a_library_is_drawn_from(one_rank, tiny_pipelines, world, tmp_path):

@@ -128,7 +128,12 @@ def test_poses_come_from_a_service():
         def do_POST(self):
             frames = np.load(io.BytesIO(self.rfile.read(int(self.headers["Content-Length"]))))
             poses = [turned(10 * i, (i, 0, 0)).tolist() for i in range(len(frames))]
-            answer = json.dumps({"c2w": poses} if frames[0, 0, 0, 0] else {"sorry": 1}).encode()
+            kind = frames[0, 0, 0, 0]
+            if kind == 3:
+                return  # hangs up
+            if kind == 2:
+                poses[0] = np.zeros((4, 4)).tolist()
+            answer = json.dumps({"c2w": poses} if kind else {"sorry": 1}).encode()
             self.send_response(200)
             self.end_headers()
             self.wfile.write(answer)
@@ -144,8 +149,8 @@ def test_poses_come_from_a_service():
             told = np.stack([turned(10 * i, (i, 0, 0)) for i in range(3)])
             assert scored(reward, np.ones((3, 4, 4, 3), np.uint8), c2w=told).value == pytest.approx(1, abs=1e-3)
             assert "returned [2, 4, 4]" in scored(reward, np.ones((2, 4, 4, 3), np.uint8), c2w=told).failure
-            with pytest.raises(RewardError, match="did not answer with poses"):
-                scored(reward, np.zeros((3, 4, 4, 3), np.uint8), c2w=told)
+            for kind, says in ((0, "did not answer with poses"), (2, "is no rotation"), (3, "did not answer with")):
+                assert says in scored(reward, np.full((3, 4, 4, 3), kind, np.uint8), c2w=told).failure
         finally:
             server.shutdown()
             thread.join()

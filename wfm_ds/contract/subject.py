@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,7 +119,3 @@ class Subject:
         """The latents that a stock pipeline makes, as the family has them."""
         latents = draw(pipeline, self.case, sigmas, **call)
         return latents if self.case.unpack is None else self.case.unpack(self.model, latents)
-
-    def with_folder(self, folder: Path) -> Subject:
-        """The same family, in another folder."""
-        return replace(self, folder=folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from wfm_ds.data.actions import Actions, actions_of
 from wfm_ds.data.buckets import Buckets, automatic_sizes
 from wfm_ds.data.caption_cache import user_cache
 from wfm_ds.data.cosmos import CosmosFolder
@@ -66,6 +68,7 @@ class TrainingData:
     bad: Mapping[str, Sequence[str]]  # what else the training data holds: names by reason, of REASONS
     held_out: list[Sample]  # for validation: SFT, of its loss; what draws begin with, where samples are given frames
     shown: list[Prompt]  # what validation samples
+    actions: Actions | None = None  # None: samples are told none
 
     @property
     def num_samples(self) -> int:
@@ -99,7 +102,8 @@ def load_data(recipe: Recipe) -> TrainingData:
         of_data = list({sample.prompt.id: sample.prompt for sample in held_out or samples}.values())
     shown = load_prompt_file(validation.prompts) if validation.prompts else of_data
     shown = shown[: validation.num_prompts]
-    return TrainingData(prompts=prompts, samples=samples, bad=bad, held_out=held_out, shown=shown)
+    actions = actions_of(recipe, [*samples, *held_out])
+    return TrainingData(prompts=prompts, samples=samples, bad=bad, held_out=held_out, shown=shown, actions=actions)
 
 
 def held_out_folder(data: DataRecipe, folder: Path) -> list[Sample]:
@@ -181,6 +185,9 @@ def own_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
     except OSError as error:
         raise DataError(f"{key} {data.kind}: {', '.join(paths)} cannot be read: {error}") from error
     found.samples.sort(key=lambda sample: sample.id)
+    ids = [sample.id for sample in found.samples]
+    if repeated := next((one for one, after in itertools.pairwise(ids) if one == after), None):
+        raise DataError(f"{key} {data.kind}: it has two samples of the id {repeated}; give each its own")
     if unknown := sorted(found.bad.keys() - REASONS.keys()):
         raise DataError(f"{key} {data.kind}: it rejects for {', '.join(unknown)}; reasons are {', '.join(REASONS)}")
     return found
@@ -252,8 +259,10 @@ def dealt(samples: Sequence[Sample], buckets: Buckets, world: World, workers: in
 
 
 def inputs_of(recipe: Recipe, model: TellableModel, data: TrainingData) -> InputReader | None:
-    """Return the reader of what the samples are told; None if data.inputs names nothing. Raises DataError."""
-    return InputReader.of(recipe, model, [*data.samples, *data.held_out])
+    """Return the reader of what the samples are told; None if data.inputs names nothing."""
+    known = data.actions
+    width, scaling = (None, None) if known is None else (known.width, known.scaling)
+    return InputReader.of(recipe, model, width=width, scaling=scaling)
 
 
 def readable(

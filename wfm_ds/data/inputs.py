@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
@@ -19,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from wfm_ds.data.media import clip_frames, media_size
+from wfm_ds.data.npy import read_npy
 from wfm_ds.data.pixels import BadMedia, Draw, Framing, crop_box
 from wfm_ds.data.samples import IMAGE_SUFFIXES, LocalFile, Media, Sample, StoredFile
 from wfm_ds.data.trajectories import (
@@ -30,15 +30,13 @@ from wfm_ds.data.trajectories import (
     composed,
     cropped_intrinsics,
     is_numeric,
-    scaling_of,
+    require_rigid,
 )
-from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import ActionsRecipe
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.types import Prompt
 
-NUM_PROBED = 16  # samples whose actions say how wide those of the data set are
-READ_ERRORS = (OSError, ValueError, EOFError, KeyError)
+READ_ERRORS = (OSError, ValueError, KeyError)
 CAMERA = "camera"
 
 
@@ -71,22 +69,18 @@ class InputReader:
     check: Callable[[Mapping[str, Floats]], object]  # raises ValueError for inputs that the model cannot use
 
     @classmethod
-    def of(cls, recipe: Recipe, model: TellableModel, samples: Sequence[Sample]) -> InputReader | None:
-        """Return the reader of a recipe's inputs, which the model takes; None if it names none. `samples`: those of
-        the data set. Raises DataError for stats or a library that cannot be used."""
+    def of(
+        cls, recipe: Recipe, model: TellableModel, *, width: int | None, scaling: Scaling | None
+    ) -> InputReader | None:
+        """Return the reader of a recipe's inputs, which the model takes; None if it names none. width, scaling: see
+        actions.py."""
         if not recipe.data.inputs:
             return None
-        settings, width = recipe.data.actions, None
-        scaling = scaling_of(settings)
-        if ACTIONS in recipe.data.inputs:
-            width = settings.width or (len(scaling.low) if scaling else None) or widest_used(samples)
-        if scaling is not None and width != len(scaling.low):
-            raise DataError(f"data.actions.width {width}: data.actions.stats has {len(scaling.low)} numbers")
         size = recipe.sampling
         return cls(
             ranks={name: model.takes[name].rank for name in recipe.data.inputs},
             num_frames=size.num_frames,
-            actions=settings,
+            actions=recipe.data.actions,
             width=width,
             scaling=scaling,
             check=lambda told: model.encode_inputs([told], size.num_frames, (size.height, size.width)),
@@ -119,6 +113,7 @@ class InputReader:
             return cut if self.scaling is None else self.scaling(cut)
         if name == POSES:
             require(raw, (total, 4, 4))
+            require_rigid(raw)
             return raw[list(frames)]
         if name == INTRINSICS:
             raw = np.broadcast_to(raw, (total, 4)) if raw.shape == (4,) else raw
@@ -160,11 +155,10 @@ def raw_input(sample: Sample, name: str) -> Floats:
         raise ValueError("its caption file does not have it")
     if isinstance(value, str):
         with beside(sample, value).open() as file:
-            array = np.load(file, allow_pickle=False)
-    else:
-        array = np.asarray(value)
+            return read_npy(file)
+    array = np.asarray(value)
     if not is_numeric(array):
-        raise ValueError("it is not an array of numbers")
+        raise ValueError("it is not an array of real numbers")
     found: Floats = array.astype(np.float32)
     return found
 
@@ -185,24 +179,11 @@ def beside(sample: Sample, name: str) -> Media:
     raise FileNotFoundError(f"{name} is not beside {media.name}")
 
 
-def widest_used(samples: Sequence[Sample]) -> int:
-    """Return how many numbers most of the first samples' actions have. Raises DataError where none can be read."""
-    found: Counter[int] = Counter()
-    for sample in samples[:NUM_PROBED]:
-        try:
-            raw = raw_input(sample, ACTIONS)
-        except READ_ERRORS:
-            continue
-        if raw.ndim == 2:
-            found[raw.shape[1]] += 1
-    if not found:
-        raise DataError(
-            f"data.inputs: none of the first {min(len(samples), NUM_PROBED)} samples has actions [N-1,D] that can be "
-            "read: name an .npy file as `actions` in each NAME.json"
-        )
-    return found.most_common(1)[0][0]
-
-
 def without_inputs(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the metadata that travels to the rewards: inputs go by their own way."""
-    return {key: value for key, value in metadata.items() if key not in (*names, CAMERA)}
+    """Return the metadata that travels to the rewards: inputs go by their own way, and so does a map `camera` that
+    one of them was read from."""
+    camera = metadata.get(CAMERA)
+    read = (
+        [CAMERA] if isinstance(camera, dict) and any(name in camera and name not in metadata for name in names) else []
+    )
+    return {key: value for key, value in metadata.items() if key not in (*names, *read)}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from wfm_ds.data.reading import TrainingSample
 from wfm_ds.data.samples import Sample, pack_prompt, unpack_prompt
 from wfm_ds.distributed.world import World
-from wfm_ds.pipes.arrays import pack_arrays, unpack_arrays
 
 
 def read_once(world: World, read: Callable[[], list[TrainingSample]]) -> list[TrainingSample]:
@@ -25,15 +24,10 @@ def chosen_once(world: World, samples: Sequence[Sample], choose: Callable[[], li
     is."""
     chosen: list[Sample] | None = world.checked(choose, on="leaders")
     if chosen is not None:
-        places = {sample.id: place for place, sample in enumerate(samples)}
-        world.share([[places[sample.id], pack_arrays(sample.prompt.inputs)] for sample in chosen])
+        places = {sample.id: place for place, sample in enumerate(samples)}  # ids are unique in a data set
+        world.share([[places[sample.id], pack_prompt(sample.prompt)] for sample in chosen])
         return chosen
-    return [told(samples[place], inputs) for place, inputs in world.share(None)]
-
-
-def told(sample: Sample, packed: Mapping[str, Any]) -> Sample:
-    """Return the sample with the inputs that its leader read; as it is where it has none."""
-    return replace(sample, prompt=replace(sample.prompt, inputs=unpack_arrays(packed))) if packed else sample
+    return [replace(samples[place], prompt=unpack_prompt(packed)) for place, packed in world.share(None)]
 
 
 def pack_sample(sample: TrainingSample) -> list[Any]:

@@ -8,12 +8,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from wfm_ds.data.actions import Actions
 from wfm_ds.data.datasets import TrainingData
 from wfm_ds.data.hf import HfMedium, HfSource
 from wfm_ds.data.samples import LocalFile, Media, Sample, pack_prompt, unpack_prompt
 from wfm_ds.data.tar_index import IndexEntry
+from wfm_ds.data.trajectories import Scaling
 from wfm_ds.data.webdataset import TarMember
 from wfm_ds.distributed.world import World
+from wfm_ds.pipes.arrays import pack_arrays, unpack_arrays
 
 
 class _OwnMediaError(Exception):
@@ -52,6 +57,7 @@ def pack(data: TrainingData) -> dict[str, Any] | None:
         "shown": [pack_prompt(prompt) for prompt in data.shown],
         "bad": {reason: list(names) for reason, names in data.bad.items()},
         "versions": versions,
+        "actions": None if data.actions is None else _pack_actions(data.actions),
     }
 
 
@@ -65,7 +71,23 @@ def unpack(packed: dict[str, Any]) -> TrainingData:
         prompts=[sample.prompt for sample in samples] if prompts is None else [unpack_prompt(p) for p in prompts],
         shown=[unpack_prompt(prompt) for prompt in packed["shown"]],
         bad=packed["bad"],
+        actions=None if packed["actions"] is None else _unpack_actions(packed["actions"]),
     )
+
+
+def _pack_actions(actions: Actions) -> list[Any]:
+    scaling, library = actions.scaling, {} if actions.library is None else {"library": actions.library}
+    scales = None if scaling is None else [scaling.low.tolist(), scaling.spread.tolist(), scaling.offset]
+    return [actions.width, scales, pack_arrays(library)]
+
+
+def _unpack_actions(packed: Sequence[Any]) -> Actions:
+    width, scales, library = packed
+    scaling = None
+    if scales is not None:
+        low, spread, offset = scales
+        scaling = Scaling(np.asarray(low, np.float64), np.asarray(spread, np.float64), offset)
+    return Actions(width=width, scaling=scaling, library=unpack_arrays(library).get("library"))
 
 
 def _pack_sample(sample: Sample, versions: dict[str, list[str | int]]) -> list[Any]:

@@ -18,6 +18,7 @@ from wfm_ds.recipe.data import ActionsRecipe
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 ACTIONS, POSES, INTRINSICS, DOMAIN = "actions", "c2w", "intrinsics", "domain"
+RIGID = 1e-3  # to which a rotation is orthonormal: printed with four digits it still is
 POSE_WIDTH = 9  # of an action that is a pose: translation [3], and the first two columns of its rotation [6]
 KEYS = {"quantile": ("q01", "q99"), "meanstd": ("mean", "std")}  # of a stats file, [D] each
 
@@ -31,6 +32,11 @@ def composed(actions: Floats, frames: Sequence[int], compose: str | None) -> Flo
     spans = list(itertools.pairwise(frames))
     if compose is None and any(stop != start + 1 for start, stop in spans):
         strides = sorted({stop - start for start, stop in spans})
+        if 0 in strides:
+            raise ValueError(
+                "the clip shows a frame twice in a row, and no action lies between: set data.actions.compose, whose "
+                "action is then the one that does not move, or data.allow_repeats: false"
+            )
         raise ValueError(
             f"the clip's frames are {', '.join(map(str, strides))} apart, and so several actions lie between two of "
             "them: set data.actions.compose, or the data.fps of the file"
@@ -61,6 +67,17 @@ def rotation(first: npt.NDArray[np.float64], second: npt.NDArray[np.float64]) ->
         raise ValueError("an action's rotation has two columns of one direction")
     y = y / np.linalg.norm(y)
     return np.stack([x, y, np.cross(x, y)], axis=1)
+
+
+def require_rigid(poses: Floats) -> None:
+    """Raises ValueError unless each of the poses [F,4,4] is a rotation and a translation: orthonormal to RIGID, with
+    determinant 1, and the last row 0 0 0 1."""
+    turns = poses[:, :3, :3].astype(np.float64)
+    products = np.einsum("fji,fjk->fik", turns, turns)
+    if np.abs(products - np.eye(3)).max() > RIGID or (np.linalg.det(turns) < 0).any():
+        raise ValueError("a pose has no orthonormal rotation of determinant 1: give rotations without scale or shear")
+    if np.abs(poses[:, 3] - np.float32([0, 0, 0, 1])).max() > RIGID:
+        raise ValueError("the last row of a pose is not 0 0 0 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +111,20 @@ def scaling_of(actions: ActionsRecipe) -> Scaling | None:
             f"data.actions.stats: {actions.stats} must be a JSON object with the lists {first} and {second}, a number "
             "for each of an action's"
         ) from error
-    if a.ndim != 1 or a.shape != b.shape or not np.isfinite([a, b]).all():
+    if a.ndim != 1 or a.shape != b.shape:
         raise DataError(f"data.actions.stats: {first} and {second} of {actions.stats} are not two equally long lists")
+    if not np.isfinite([a, b]).all():
+        raise DataError(f"data.actions.stats: {first} and {second} of {actions.stats} have NaN or infinite numbers")
+    if actions.normalize == "quantile" and (a > b).any():
+        raise DataError(f"data.actions.stats: {first} of {actions.stats} is above {second} in number {above(a, b)}")
+    if actions.normalize == "meanstd" and (b < 0).any():
+        raise DataError(f"data.actions.stats: {second} of {actions.stats} is negative in number {above(0 * b, b)}")
     return Scaling(a, (b - a) / 2, 1.0) if actions.normalize == "quantile" else Scaling(a, b, 0.0)
+
+
+def above(low: npt.NDArray[np.float64], high: npt.NDArray[np.float64]) -> int:
+    """Return the first place where `low` is the higher one."""
+    return int(np.argmax(low > high))
 
 
 def cropped_intrinsics(intrinsics: Floats, box: tuple[float, float, float, float], size: tuple[int, int]) -> Floats:

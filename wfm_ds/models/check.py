@@ -6,13 +6,13 @@ The checks are those of our own families (wfm_ds/contract/). Exit codes: 0 all k
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from wfm_ds.errors import ModelError
 from wfm_ds.program import Parser, program
+from wfm_ds.user_class import import_object
 
 if TYPE_CHECKING:
     from wfm_ds.contract.case import Case
@@ -66,13 +66,7 @@ def named_case(path: str) -> Case:
     from wfm_ds.contract.case import Case
 
     module_name, _, name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ModelError(
-            f"--case {path}: cannot import {module_name!r} ({error}); is its folder on PYTHONPATH?"
-        ) from error
-    found = getattr(module, name, None)
+    found = import_object(path, key="--case", error=ModelError, form="package.module:CASE")
     if not isinstance(found, Case):
         raise ModelError(f"--case {path}: {module_name} has no {name!r} that is a wfm_ds.contract.case.Case")
     return found

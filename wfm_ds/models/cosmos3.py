@@ -45,7 +45,9 @@ class Cosmos3(DiffusionModel):
     required_parts = ("transformer", "vae", "scheduler", "text_tokenizer")
     conditioning_keys = frozenset(TEXT_KEYS)
     optional_keys = frozenset({"actions", "domain"})
-    takes: ClassVar[Mapping[str, Input]] = MappingProxyType({"actions": Input(rank=2), "domain": Input(rank=0)})
+    takes: ClassVar[Mapping[str, Input]] = MappingProxyType(
+        {"actions": Input(rank=2), "domain": Input(rank=0, beside="actions")}
+    )
     default_lora_targets = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
     block_classes = (GenerationLayer,)
     video = True
@@ -191,9 +193,10 @@ class Cosmos3(DiffusionModel):
             if array.ndim != 2 or len(array) != num_frames - 1 or not 0 < array.shape[1] <= width:
                 raise ValueError(f"actions must be [{num_frames - 1}, 1 to {width}], got {list(array.shape)}")
             row[:, : array.shape[1]] = torch.from_numpy(np.asarray(array, np.float32))
-        domain = torch.tensor([int(row.get("domain", 0)) for row in inputs])
-        if not bool(((domain >= 0) & (domain < domains)).all()):
-            raise ValueError(f"the domain must be from 0 to {domains - 1}, got {domain.tolist()}")
+        numbers = [float(row.get("domain", 0)) for row in inputs]
+        if not all(number.is_integer() and 0 <= number < domains for number in numbers):
+            raise ValueError(f"the domain must be a whole number from 0 to {domains - 1}, got {numbers}")
+        domain = torch.tensor([int(number) for number in numbers])
         return {"actions": actions.to(self.device), "domain": domain.to(self.device)}
 
     def decode(self, latents: Tensor) -> Tensor:

@@ -11,3 +11,4 @@ class Input:
 
     rank: int  # number of axes of one sample's array: 0 is a number
     required: bool = False
+    beside: str | None = None  # another input, without which it says nothing

@@ -236,17 +236,23 @@ def load(
     pipeline = load_pipeline(
         folder, family.required_parts, dtype_of, extra, mapped=family.denoiser_parts if mapped else ()
     )
-    return family(
-        pipeline,
-        folder,
-        dtype=dtype,
-        device=device,
-        max_sequence_length=length,
-        prompt_template=prompt_template,
-        leave_denoiser=mapped,
-        fps=fps,
-        inputs=inputs,
-    )
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "max_sequence_length": length,
+        "prompt_template": prompt_template,
+        "leave_denoiser": mapped,
+        "fps": fps,
+        "inputs": inputs,
+    }
+    try:
+        inspect.signature(family).bind(pipeline, folder, **options)
+    except TypeError as error:
+        raise ModelError(
+            f"model.family {own_family}: its constructor does not take what a family is given ({error}): take "
+            "**options, and hand them on to super().__init__"
+        ) from error
+    return family(pipeline, folder, **options)
 
 
 def randomize(model: DiffusionModel, seed: int) -> None:

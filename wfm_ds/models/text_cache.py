@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wfm_ds.errors import DataError, ModelError
 from wfm_ds.models.base import DiffusionModel, NegativeText
-from wfm_ds.models.captions import Text as Text
+from wfm_ds.models.captions import Text
 from wfm_ds.models.text_store import opened
 from wfm_ds.pinned import on_device
 from wfm_ds.storage.tensor_store import TensorStore

@@ -254,6 +254,11 @@ class Recipe(Section):
                 "validation.prompts has texts alone, and samples are told data.inputs: remove it, and name media in "
                 "validation.path"
             )
+        if "actions" in inputs and self.sampling.num_frames == 1:
+            raise ValueError(
+                "data.inputs: actions lead from frame to frame, and sampling.num_frames: 1 has one frame: raise it, or "
+                "remove actions"
+            )
         if not self.is_rl or self.rl.rollout.trajectories == "data":
             return
         key = f"rollout.trajectories: {self.rl.rollout.trajectories}"

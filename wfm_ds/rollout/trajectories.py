@@ -5,37 +5,44 @@ To follow actions cannot be learned from the recorded continuation alone: a mode
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
-from wfm_ds.data.inputs import InputReader
+from wfm_ds.data.actions import Actions
 from wfm_ds.data.order import permuted
-from wfm_ds.data.trajectories import ACTIONS, DOMAIN, POSES, Floats, is_numeric
-from wfm_ds.errors import DataError
+from wfm_ds.data.trajectories import ACTIONS, DOMAIN, POSES, Floats
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.seeds import derive_seed
 from wfm_ds.types import Prompt
+
+log = logging.getLogger(__name__)
 
 
 class Trajectories:
     """Trajectories of the groups of an RL step, by rollout.trajectories. The same on every rank, at any step."""
 
-    def __init__(self, recipe: Recipe, inputs: InputReader | None) -> None:
-        """Raises DataError for a library that cannot be used."""
+    def __init__(self, recipe: Recipe, actions: Actions | None) -> None:
         rollout = recipe.rl.rollout
         self.mode, self.seed = rollout.trajectories, recipe.run.seed
-        self._library = None
-        if rollout.trajectory_library is not None:
-            assert inputs is not None
-            self._library = library(Path(rollout.trajectory_library), inputs)
+        self._has_warned = False
+        self._library = None if actions is None else actions.library
 
     def of_step(self, prompts: Sequence[Prompt], step: int) -> list[Prompt]:
         """Return the prompts of all groups of a step with the trajectories that their samples are told."""
         if self.mode == "shuffle":
-            return exchanged(prompts, seed=self.seed, step=step)
+            found = exchanged(prompts, seed=self.seed, step=step)
+            if not self._has_warned and all(here is there for here, there in zip(found, prompts, strict=True)):
+                self._has_warned = True
+                log.warning(
+                    "rollout.trajectories: shuffle exchanged nothing in step %d: each of its %d groups is alone in its "
+                    "domain; raise rollout.prompts_per_step",
+                    step,
+                    len(prompts),
+                )
+            return found
         if self._library is None:
             return list(prompts)
         chosen = [derive_seed(self.seed, "trajectories", step, g) % len(self._library) for g in range(len(prompts))]
@@ -54,6 +61,8 @@ def exchanged(prompts: Sequence[Prompt], *, seed: int, step: int) -> list[Prompt
     found = list(prompts)
     for domain, members in sorted(domains.items()):
         order = permuted(len(members), derive_seed(seed, "trajectories", step, str(domain)))
+        if len(members) == 1:
+            continue
         ring = [members[place] for place in order]  # each takes the next one's
         for here, there in zip(ring, [*ring[1:], ring[0]], strict=True):
             found[here] = replace(prompts[here], inputs=moved(prompts[here].inputs, prompts[there].inputs))
@@ -69,20 +78,3 @@ def moved(here: Mapping[str, Floats], there: Mapping[str, Floats]) -> dict[str, 
         start = here[POSES][0].astype(np.float64) @ np.linalg.inv(there[POSES][0].astype(np.float64))
         found[POSES] = (start @ there[POSES].astype(np.float64)).astype(np.float32)
     return found
-
-
-def library(path: Path, inputs: InputReader) -> Floats:
-    """Read a library of actions, an .npy file [N,F-1,D], scaled as those of the data are. Raises DataError."""
-    try:
-        found = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise DataError(f"rollout.trajectory_library: {path} cannot be read: {error}") from error
-    if not is_numeric(found) or found.ndim != 3 or not len(found) or not np.isfinite(found).all():
-        raise DataError(f"rollout.trajectory_library: {path} must hold finite numbers [N,F-1,D]")
-    if found.shape[1:] != (inputs.num_frames - 1, inputs.width):
-        raise DataError(
-            f"rollout.trajectory_library: {path} has trajectories {list(found.shape[1:])}, and samples of this recipe "
-            f"have {[inputs.num_frames - 1, inputs.width]}"
-        )
-    found = found.astype(np.float32)
-    return found if inputs.scaling is None else inputs.scaling(found)

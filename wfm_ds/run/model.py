@@ -96,12 +96,19 @@ def check_sizes_shared(recipe: Recipe, model: DiffusionModel, sizes: Sequence[Si
 
 
 def check_inputs(recipe: Recipe, model: DiffusionModel) -> None:
-    """RecipeError for data.inputs that the family does not take, and for one that it cannot do without."""
+    """RecipeError for data.inputs that the family does not take, for one that it cannot do without, and for one
+    that says nothing alone."""
     known = ", ".join(sorted(model.takes)) or "nothing besides text and frames"
     if unknown := [name for name in recipe.data.inputs if name not in model.takes]:
         raise RecipeError(
             f"data.inputs {', '.join(unknown)}: {model.family} takes {known}; remove the key, or choose another model"
         )
+    for name in recipe.data.inputs:
+        beside = model.takes[name].beside
+        if beside is not None and beside not in recipe.data.inputs:
+            raise RecipeError(
+                f"data.inputs {name}: it says nothing to {model.family} without {beside}; name both, or remove {name}"
+            )
     if lacking := [name for name, taken in model.takes.items() if taken.required and name not in recipe.data.inputs]:
         raise RecipeError(f"{model.family} cannot do without {', '.join(lacking)}: name it in data.inputs")
 

@@ -11,7 +11,8 @@ from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.distributed.world import World, ranks_per_node
 from wfm_ds.errors import DataError
 from wfm_ds.models.base import DiffusionModel
-from wfm_ds.models.text_cache import Text, TextCache
+from wfm_ds.models.captions import Text
+from wfm_ds.models.text_cache import TextCache
 from wfm_ds.models.text_store import remove_unused
 from wfm_ds.recipe.derived import Derived, derive
 from wfm_ds.recipe.schema import Recipe

@@ -30,7 +30,7 @@ class ActionFollowing(Reward):
         "mse": Range(0.0, float("inf")),
     }
     primary = "action_following"
-    needs = ("actions",)
+    needs_inputs = ("actions",)
     stall_s = 660.0
 
     def __init__(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import io
 import json
-import urllib.error
 import urllib.request
 from typing import ClassVar
 
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, RewardError, Score
 
 Poses = npt.NDArray[np.float64]
+RIGID = 1e-2  # to which an estimated rotation must be orthonormal
 STILL = 1e-6  # of a path's length: below it no direction is defined
 
 
@@ -34,7 +35,7 @@ class CameraFollowing(Reward):
         "degrees": Range(0.0, 180.0),
     }
     primary = "camera_following"
-    needs = ("c2w",)
+    needs_inputs = ("c2w",)
     stall_s = 660.0
 
     def __init__(self, device: str = "cpu", *, url: str = "", degrees: float = 10.0, timeout_s: float = 120.0) -> None:
@@ -50,9 +51,14 @@ class CameraFollowing(Reward):
 
     def _score(self, item: MediaItem) -> Score:
         wanted = item.inputs["c2w"].astype(np.float64)
-        seen = self._poses(item)
+        try:
+            seen = self._poses(item)
+        except RewardError as error:
+            return item.failed(str(error))
         if seen.shape != wanted.shape or not np.isfinite(seen).all():
             return item.failed(f"the pose service returned {list(seen.shape)} for a path {list(wanted.shape)}")
+        if not is_rigid(seen):
+            return item.failed("the pose service returned a pose whose 3 x 3 part is no rotation")
         return item.scored(**following(seen, wanted, self.degrees))
 
     def _poses(self, item: MediaItem) -> Poses:
@@ -65,7 +71,7 @@ class CameraFollowing(Reward):
         try:
             with urllib.request.urlopen(asked, timeout=self.timeout_s) as answer:
                 found: Poses = np.asarray(json.load(answer)["c2w"], np.float64)
-        except (urllib.error.URLError, TimeoutError, ValueError, KeyError, TypeError) as error:
+        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
             raise RewardError(f"the pose service at {self.url} did not answer with poses: {error}") from error
         return found
 
@@ -86,6 +92,13 @@ def following(seen: Poses, wanted: Poses, degrees: float) -> dict[str, float]:
         parts["direction"] = float((1 + np.clip(products / scale, -1, 1).mean()) / 2)
     judged = [parts[name] for name in ("rotation", "direction") if name in parts]
     return {"value": float(np.mean(judged)), **parts}
+
+
+def is_rigid(poses: Poses) -> bool:
+    """Return whether the 3 x 3 part of each pose [F,4,4] is orthonormal to RIGID, with determinant 1."""
+    turns = poses[:, :3, :3]
+    products = np.einsum("fji,fjk->fik", turns, turns)
+    return bool((np.abs(products - np.eye(3)) <= RIGID).all() and (np.linalg.det(turns) > 0).all())
 
 
 def since_first(poses: Poses) -> Poses:

@@ -338,4 +338,5 @@ def _described(name: str) -> dict[str, Any]:
         output: [limit if math.isfinite(limit) else None for limit in (limits.low, limits.high)]
         for output, limits in reward.outputs.items()
     }
-    return {"media": sorted(reward.media), "primary": reward.primary, "outputs": outputs, "needs": list(reward.needs)}
+    needs = [*reward.needs, *reward.needs_inputs]
+    return {"media": sorted(reward.media), "primary": reward.primary, "outputs": outputs, "needs": needs}
