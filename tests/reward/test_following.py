@@ -37,7 +37,7 @@ def scored(reward, frames, **inputs):
     return score
 
 
-MOVES = np.array([1, 0, -1, -1])
+MOVES = np.array([1, 0])
 
 
 def test_the_recorded_continuation_of_the_action_world_has_the_best_reward():
@@ -50,20 +50,20 @@ def test_the_recorded_continuation_of_the_action_world_has_the_best_reward():
     assert scored(loaded("seen_action"), frames, actions=actions).value == 1
 
 
-def test_another_trajectory_and_a_half_step_cost():
+def test_another_trajectory_and_a_short_step_cost():
     reward, judge = loaded("brightness"), loaded("seen_action")
-    other = np.array([1, 1, -1, 0])  # two of four
+    other = np.array([1, -1])  # one of two
     for one in (reward, judge):
         score = scored(one, pixels(levels_of(0.1, other)), actions=actions_of(MOVES))
         assert score.parts.get("following", score.value) == 0.5
-    half = scored(reward, pixels(levels_of(0.1, MOVES * 0.7)), actions=actions_of(MOVES))
-    assert half.parts["following"] == 1
-    assert half.value == pytest.approx(1 - 0.3 * 3 / 4, abs=0.03)
+    short = scored(reward, pixels(levels_of(0.1, MOVES * 0.7)), actions=actions_of(MOVES))
+    assert short.parts["following"] == 1
+    assert short.value == pytest.approx(1 - 0.3 * 5 / 8 / 2, abs=0.03)  # by a ramp, in one move of two
 
 
 def test_right_means_of_wrong_frames_follow_and_fool_neither_the_reward_nor_the_judge():
     frames = pixels(levels_of(0.0, MOVES)).astype(int)
-    stripes = np.where(np.arange(16) % 2, 60, -60)[None, None, :, None] * np.ones((5, 1, 1, 1), int)
+    stripes = np.where(np.arange(16) % 2, 60, -60)[None, None, :, None] * np.ones((9, 1, 1, 1), int)
     fooled = (frames + stripes).astype(np.uint8)
     score = scored(loaded("brightness"), fooled, actions=actions_of(MOVES))
     assert score.parts["following"] == 1
@@ -72,8 +72,8 @@ def test_right_means_of_wrong_frames_follow_and_fool_neither_the_reward_nor_the_
 
 
 def test_a_video_of_another_world_fails_by_name():
-    score = scored(loaded("brightness"), np.zeros((5, 8, 8, 3), np.uint8), actions=actions_of(MOVES))
-    assert "the video is [5, 8, 8, 3], not [5, 8, 16, 3]" in score.failure
+    score = scored(loaded("brightness"), np.zeros((9, 8, 8, 3), np.uint8), actions=actions_of(MOVES))
+    assert "the video is [9, 8, 8, 3], not [9, 8, 16, 3]" in score.failure
 
 
 def test_following_of_actions_is_a_mean_over_transitions():

@@ -25,7 +25,6 @@ NUM_CLIPS, NUM_HELD_OUT = 2048, 256
 WRONG = 0.5  # of the clips to learn from
 PROMPT = json.dumps({"caption": "a grey wall"})  # a JSON object, as captions of actions are: taken as it is, so short
 PROMPTS, START = "prompts.txt", "start.png"
-PROMPTS, START = "prompts.txt", "start.png"
 
 
 def write_clip(folder: Path, number: int, *, wrong: float) -> Frames:

@@ -16,7 +16,7 @@ JUDGE = "val/judge/seen_action/mean"
 METRICS: Mapping[str, str] = {
     "actions followed (chance .33)": f"{REWARD}/following/mean",
     "- of those that change nothing": f"{REWARD}/still/mean",
-    "distance of a change from the nearest move, in steps": f"{REWARD}/residual/mean",
+    "distance of the pixels from the nearest move, in steps": f"{REWARD}/residual/mean",
     "judge (inverse dynamics that RL never sees)": JUDGE,
 }
 NUM_SHOWN = 12

@@ -7,16 +7,16 @@ from typing import ClassVar
 import numpy as np
 
 from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
-from wfm_reward.brightness_world import changes, moves_of, pixel_changes
+from wfm_reward.brightness_world import RAMP, changes, moves_of, pixel_changes
 
 MOST = 10.0  # steps of brightness from black to white
 
 
 class Brightness(Reward):
-    """Share of the actions that are followed, less the mean distance of a frame's pixels from one that the nearest of
-    the three moves leads to, in steps.
+    """Share of the presses that are followed, less the mean distance of a frame's pixels from one that the nearest of
+    the three moves leads through, in steps.
 
-    Parts: `following`, the share alone; `residual`, that distance; `still`, the share of the actions to stay as it is
+    Parts: `following`, the share alone; `residual`, that distance; `still`, the share of the presses to stay as it is
     that are followed, where there are any.
     """
 
@@ -41,7 +41,7 @@ class Brightness(Reward):
             return item.failed(str(error))
         seen = np.rint(np.clip(found, -1, 1))
         right = seen == wanted
-        residual = float(np.abs(pixel_changes(item.frames) - seen[:, None]).mean())
+        residual = float(np.abs(pixel_changes(item.frames) - np.outer(seen, RAMP)[..., None]).mean())
         parts = {"following": float(right.mean()), "residual": residual}
         if (wanted == 0).any():
             parts["still"] = float(right[wanted == 0].mean())

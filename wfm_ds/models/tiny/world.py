@@ -11,7 +11,7 @@ from diffusers import Cosmos3OmniPipeline
 from wfm_ds.models.tiny.cosmos3 import assemble
 from wfm_ds.models.tiny.moving import exact_vae
 
-# 0.3 million parameters; a video has 4 tokens and its actions 4. A token's 16 numbers are few beside the width of 64.
+# 0.3 million parameters; a video has 6 tokens and its actions 8. A token's 16 numbers are few beside the width of 64.
 TRANSFORMER: Mapping[str, Any] = MappingProxyType(
     {
         "hidden_size": 64,
@@ -40,7 +40,7 @@ def build() -> tuple[Cosmos3OmniPipeline, dict[str, Any]]:
         "prompt": '{"caption": "a grey wall"}',
         "height": 8,
         "width": 16,
-        "num_frames": 5,
+        "num_frames": 9,
         "num_inference_steps": 8,
         "guidance_scale": 1.0,
     }
