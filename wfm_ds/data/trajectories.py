@@ -76,7 +76,7 @@ def require_rigid(poses: Floats) -> None:
     products = np.einsum("fji,fjk->fik", turns, turns)
     if np.abs(products - np.eye(3)).max() > RIGID or (np.linalg.det(turns) < 0).any():
         raise ValueError("a pose has no orthonormal rotation of determinant 1: give rotations without scale or shear")
-    if np.abs(poses[:, 3] - np.float32([0, 0, 0, 1])).max() > RIGID:
+    if np.abs(poses[:, 3] - np.array([0, 0, 0, 1], np.float32)).max() > RIGID:
         raise ValueError("the last row of a pose is not 0 0 0 1")
 
 
