@@ -20,8 +20,8 @@ NUM_PROBED = 16  # samples whose actions say how wide those of the data set are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Actions:
     """Width and scaling of the actions of the data, and actions that no clip has."""
-    """How wide actions are and how they are scaled, and those that no clip has."""
 
     width: int  # numbers of an action
     scaling: Scaling | None = None
