@@ -51,10 +51,9 @@ class Reward(ABC):
     primary: ClassVar[str]
     """The output that is `Score.value`."""
     needs: ClassVar[tuple[str, ...]] = ()
-    """Keys that every item's metadata must hold, or its inputs: "actions". An item without them fails by name before
-    `score` sees it."""
+    """Keys that every item's metadata must hold. An item without them fails by name before `score` sees it."""
     needs_inputs: ClassVar[tuple[str, ...]] = ()
-    """Inputs that every item must have been told: "c2w". Metadata of the same name will not do."""
+    """Inputs that every item must have been told: "actions". Metadata of the same name will not do."""
     stall_s: ClassVar[float] = 120.0
     """The longest that a batch may take: then the worker is taken to hang, and replaced. A service or a recipe may say
     less."""

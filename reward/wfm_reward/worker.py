@@ -111,7 +111,7 @@ class Scoring:
         if not video and "image" not in self.reward.media:
             return [item.failed("it scores videos, this is an image") for item in batch]
         needs, inputs = self.reward.needs, self.reward.needs_inputs
-        lacking = {key for item in batch for key in needs if key not in {*item.metadata, *item.inputs}}
+        lacking = {key for item in batch for key in needs if key not in item.metadata}
         lacking |= {key for item in batch for key in inputs if key not in item.inputs}
         if lacking:
             raise ValueError(f"the metadata and inputs lack {', '.join(sorted(lacking))}")

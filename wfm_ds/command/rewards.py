@@ -54,7 +54,7 @@ def facts(reward: type[Reward]) -> str:
         "value": reward.primary,
         "outputs": ", ".join(f"{name} {limits(range_)}" for name, range_ in reward.outputs.items()),
         "options": given or "none",
-        "needs": ", ".join(reward.needs) or "nothing in a prompt's metadata",
+        "needs": ", ".join((*reward.needs, *reward.needs_inputs)) or "nothing in a prompt's metadata",
         "at once": f"{reward.max_batch} items at most",
     }
     body = "".join(f"  {name:9}{text}\n" for name, text in rows.items())

@@ -29,7 +29,7 @@ class Brightness(Reward):
         "still": Range(0.0, 1.0),
     }
     primary = "brightness"
-    needs = ("actions",)
+    needs_inputs = ("actions",)
 
     def score(self, batch: MediaBatch) -> list[Score]:
         return [self._score(item) for item in batch]

@@ -36,7 +36,7 @@ class SeenAction(Reward):
     media = frozenset({"video"})
     outputs: ClassVar = {"seen_action": Range(0.0, 1.0)}
     primary = "seen_action"
-    needs = ("actions",)
+    needs_inputs = ("actions",)
 
     def load(self) -> None:
         from sklearn.neighbors import KNeighborsClassifier
