@@ -26,7 +26,8 @@ def test_a_family_takes_a_released_model_of_its_size(name, algorithm):
     assert set(subject.texts(recipe.lora is not None)) == subject.model.conditioning_keys
     tokens = subject.model.num_tokens(flops.latent_shape(recipe, subject.model))
     parameters = sum(p.numel() for n, p in subject.model.bare_denoiser.named_parameters() if "lora" not in n)
-    assert counted.forward > parameters * tokens  # most layers see each token, at 2 a multiply-add
+    # Most layers see each token, at 2 a multiply-add; where texts have layers of their own, half of them.
+    assert 2 * counted.forward > parameters * tokens
     if algorithm == "sft":
         assert counted.forward == counted.forward_without_adapters
         assert 1.98 * counted.forward < counted.backward <= 2 * counted.forward
