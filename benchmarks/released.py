@@ -155,7 +155,8 @@ wan22_vae = partial(
     out_channels=12,
     patch_size=2,
     scale_factor_spatial=16,
-    latents_mean=[0.0] * 48,
+    scale_factor_temporal=4,
+    latents_mean=[0.0] * 48,  # its shape counts here, not its values
     latents_std=[1.0] * 48,
 )
 
@@ -336,20 +337,7 @@ RELEASED = {
         folder="Wan2.2-TI2V-5B-Diffusers",
         pipeline=WanPipeline,
         transformer=partial(wan, num_layers=30, num_attention_heads=24, ffn_dim=14336, in_channels=48, out_channels=48),
-        vae=partial(
-            AutoencoderKLWan,
-            base_dim=160,
-            decoder_base_dim=256,
-            z_dim=48,
-            is_residual=True,
-            in_channels=12,
-            out_channels=12,
-            patch_size=2,
-            scale_factor_spatial=16,
-            scale_factor_temporal=4,
-            latents_mean=[0.0] * 48,  # its shape counts here, not its values
-            latents_std=[1.0] * 48,
-        ),
+        vae=wan22_vae,
         scheduler=partial(wan_unipc, flow_shift=5.0),
         conditioning={"prompt_embeds": (512, 4096)},
         size=(704, 1280, 121),

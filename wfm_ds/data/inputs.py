@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from wfm_ds.data.media import clip_frames, media_size
-from wfm_ds.data.npy import read_npy
+from wfm_ds.data.npy import floats_of, read_npy
 from wfm_ds.data.pixels import BadMedia, Draw, Framing, crop_box
 from wfm_ds.data.samples import IMAGE_SUFFIXES, LocalFile, Media, Sample, StoredFile
 from wfm_ds.data.trajectories import (
@@ -29,7 +29,6 @@ from wfm_ds.data.trajectories import (
     Scaling,
     composed,
     cropped_intrinsics,
-    is_numeric,
     require_rigid,
 )
 from wfm_ds.recipe.data import ActionsRecipe
@@ -156,11 +155,7 @@ def raw_input(sample: Sample, name: str) -> Floats:
     if isinstance(value, str):
         with beside(sample, value).open() as file:
             return read_npy(file)
-    array = np.asarray(value)
-    if not is_numeric(array):
-        raise ValueError("it is not an array of real numbers")
-    found: Floats = array.astype(np.float32)
-    return found
+    return floats_of(np.asarray(value))
 
 
 def beside(sample: Sample, name: str) -> Media:

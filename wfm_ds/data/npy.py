@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tokenize
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -20,6 +20,11 @@ def read_npy(file: IO[bytes]) -> Floats:
         array = np.lib.format.read_array(file, allow_pickle=False)
     except DAMAGED as error:
         raise ValueError("it is damaged, or not an .npy file of numbers") from error
+    return floats_of(array)
+
+
+def floats_of(array: Any) -> Floats:
+    """Return an array of real numbers as float32. Raises ValueError for anything else."""
     if not is_numeric(array):
         raise ValueError("it is not an array of real numbers")
     with np.errstate(over="ignore"):  # becomes infinite, which is refused where finite numbers are needed

@@ -148,9 +148,8 @@ class DenoiserEngine:
         )
         dtype = DTYPES[recipe.model.dtype]
         targets = (recipe.lora and recipe.lora.target_modules) or list(lora_targets)
-        work = (
-            WorkCounter.of(denoiser, recipe, targets, frozen) if world.is_main and counts_work else None
-        )  # while it is whole
+        # While it is whole.
+        work = WorkCounter.of(denoiser, recipe, targets, frozen) if world.is_main and counts_work else None
         names = sorted(policy_copies(policies, lora=True))
         adapters = prepare(
             denoiser,

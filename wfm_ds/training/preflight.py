@@ -86,16 +86,16 @@ def check_needs(
         raise RecipeError(
             f"reward {function.name} scores videos, but the model makes images: choose another reward or model"
         )
-    for key in (*reward.needs_inputs, *reward.needs):
+    for key in reward.needs_inputs:
         if key in told:
             continue
         if key in takes:
             raise RecipeError(f"reward {function.name} needs {key}: name it in data.inputs, or choose another reward")
-        if key in reward.needs_inputs:
-            raise RecipeError(
-                f"reward {function.name} needs the input {key}, which samples of this model are not told: choose "
-                "another reward, or a model that takes it (docs/models.md#inputs)"
-            )
+        raise RecipeError(
+            f"reward {function.name} needs the input {key}, which samples of this model are not told: choose "
+            "another reward, or a model that takes it (docs/models.md#inputs)"
+        )
+    for key in reward.needs:
         lacking = [p.id for p in prompts if key not in p.metadata]
         if lacking:
             raise RecipeError(
