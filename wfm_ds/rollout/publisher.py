@@ -126,7 +126,7 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def matches(folder: Path, files: Sequence[PolicyFile]) -> bool:
+def holds(folder: Path, files: Sequence[PolicyFile]) -> bool:
     """True if a folder holds exactly these bytes."""
     try:
         return all((folder / f.name).stat().st_size == f.num_bytes for f in files) and all(

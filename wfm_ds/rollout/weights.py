@@ -18,12 +18,12 @@ from wfm_ds.checkpoint.export import LORA_FILES, LORA_FOLDER, LORA_PREFIX, SAVED
 from wfm_ds.engine.flops import adapted_layers
 from wfm_ds.engine.merging import AdapterMerge
 from wfm_ds.errors import UserError
-from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.base import DiffusionModel, matches
 from wfm_ds.pipes.client import PipeClient
 from wfm_ds.pipes.sockets import PipeError
 from wfm_ds.pipes.wire import WireError
 from wfm_ds.pipes.worker import TaskFailed
-from wfm_ds.rollout.publisher import Manifest, PolicyFile, matches
+from wfm_ds.rollout.publisher import Manifest, PolicyFile, holds
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class PolicyWeights:
         if not manifest.files or not all(NAME.fullmatch(f.name) for f in manifest.files):
             raise TaskFailed("a publication names no files, or strange ones", fatal=True)
         shared = Path(manifest.folder)
-        if matches(shared, manifest.files):
+        if holds(shared, manifest.files):
             yield shared
             return
         with tempfile.TemporaryDirectory(prefix="wfm-policy-") as temporary:
@@ -79,7 +79,7 @@ class PolicyWeights:
                 raise TaskFailed(
                     f"publication {manifest.publication} cannot be fetched: {error}", fatal=False
                 ) from error
-            if not matches(folder, manifest.files):
+            if not holds(folder, manifest.files):
                 raise TaskFailed(f"publication {manifest.publication} does not have the announced digests", fatal=False)
             yield folder
 
@@ -116,13 +116,15 @@ class PolicyWeights:
             load_saved(getattr(self.model.pipeline, part), folder / LORA_FOLDER / SAVED_FILES[part])
 
     def _copy(self, part: str, paths: list[Path]) -> None:
-        """Write the tensors of these files into a part of the denoiser. Raises ValueError unless they are all of it."""
+        """Write the tensors of these files into a part of the denoiser. Raises ValueError unless they are all of it that
+        training changes."""
         network: Any = getattr(self.model.pipeline, part)
         places = network.state_dict()
         if self.lora:
             names = {n: diffusers_name(n.replace(".default.", ".")) for n in places if ".lora_" in n}
             places = {f"{LORA_PREFIX}.{name}": places[n] for n, name in names.items()}
-        missing = set(placed_names(network) if self.lora else places)
+        trained = {name for name in places if not matches(name, self.model.frozen)}
+        missing = placed_names(network) if self.lora else trained
         for path in paths:
             with safe_open(path, framework="pt", device="cpu") as file:
                 for name in file.keys():  # noqa: SIM118, it is no mapping

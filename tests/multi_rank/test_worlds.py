@@ -1,0 +1,58 @@
+"""The quickstarts' videos by reinforcement learning: one rank is two, and workers make what ranks would."""
+
+from pathlib import Path
+
+import pytest
+
+from multi_rank.resuming import train_on_rank
+from multi_rank.same_runs import assert_same_runs, exported, records
+from wfm_ds.quickstart.command import world_of
+
+RECIPES = Path(__file__).parent.parent.parent / "recipes"
+# AdamW's first steps divide by the gradient's size: a larger eps keeps rounding errors of tiny gradients small.
+SHORT = [
+    "run.steps=2",
+    "optimizer.eps=1e-4",
+    "logging.console=false",
+    "logging.num_samples=2",
+    "validation.every=0",
+    "validation.at_start=false",
+]
+SMALL = {
+    # An untrained model earns nothing here, in all samples: of that nothing is learnt.
+    "moving": [
+        "rollout.prompts_per_step=4",
+        "rollout.group_size=4",
+        "validation.seeds=[1000001]",
+        "reward.functions=[{name: jpeg_compressibility}]",
+    ],
+    "world": ["rollout.prompts_per_step=4", "rollout.group_size=4", "validation.num_prompts=4"],
+}
+# A worker denoises a group at a time.
+ALIKE = ["engine.max_forward_batch=4"]
+ASYNC = ["rollout.mode=async", "rollout.max_staleness=0"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_a_world_learns_the_same_on_one_rank_on_two_and_with_workers(
+    name, one_rank, two_ranks, tiny_pipelines, tmp_path
+):
+    world = world_of(name)
+    world.write(tmp_path / "data")
+    for where, ranks, changes in (("one", one_rank, []), ("two", two_ranks, []), ("async", one_rank, ASYNC)):
+        overrides = [
+            f"run.output_dir={tmp_path / where}",
+            f"model.path={tiny_pipelines(name)}",
+            f"data.path={tmp_path / 'data' / world.asked}",
+            *world.rl_overrides(tmp_path),
+            *(*SHORT, *SMALL[name], *ALIKE, *changes),
+        ]
+        (outcome, *_) = ranks.run(train_on_rank, recipe=str(RECIPES / name / "nft.yaml"), overrides=overrides)
+        assert (outcome["status"], outcome["step"]) == ("finished", 2)
+    assert_same_runs(tmp_path / "one", tmp_path / "two")
+    assert records(tmp_path / "async") == records(tmp_path / "one")
+    ours, theirs = exported(tmp_path / "async"), exported(tmp_path / "one")
+    assert all(ours[tensor].equal(value) for tensor, value in theirs.items())
+    steps = [line for line in records(tmp_path / "one") if "optim/grad_norm" in line]
+    assert all(step["optim/grad_norm"] > 0 for step in steps)
