@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+WRITTEN = ("benchmarks/results", "docs/images")
 
 
 def machine() -> dict[str, Any]:
@@ -34,9 +35,17 @@ def machine() -> dict[str, Any]:
 
 
 def _revision() -> str:
-    command = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    return done.stdout.strip() if done.returncode == 0 else "unknown"
+    """The commit, `-dirty` where tracked files differ from it: others than those that benchmarks write."""
+    described = _git("describe", "--always")
+    if described.returncode:
+        return "unknown"
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", *(f":(exclude){w}" for w in WRITTEN))
+    return described.stdout.strip() + ("-dirty" if changed.stdout else "")
+
+
+def _git(*words: str) -> subprocess.CompletedProcess[str]:
+    command = ["git", "-C", str(RESULTS.parent.parent), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
 
 
 def version(package: str) -> str:

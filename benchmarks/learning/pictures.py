@@ -1,7 +1,13 @@
-"""The study's picture: reward, unseen judge and spread over forwards, from each start."""
+"""The study's picture: reward, unseen judge and spread over forwards, from each start.
+
+`python -m benchmarks.learning.pictures RESULTS... PICTURE` draws one of several results' files, with no run at hand,
+without what has a base in float8. Where two files have a variant, the later one counts.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +21,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PANELS = {"reward": "held-out reward", "unseen": "judge that RL never sees", "spread": "spread within prompts"}
+
+
+def main(argv: Sequence[str]) -> None:
+    *results, picture = map(Path, argv)
+    found = {}
+    for path in results:
+        for key, of_seeds in json.loads(path.read_text())["curves"].items():
+            name, _, start = key.rpartition("_")
+            found[name, int(start)] = [[Evaluation(**at) for at in curve] for curve in of_seeds]
+    in_order = sorted(
+        (of for of in found if of[0] not in IN_FLOAT8), key=lambda of: (list(VARIANTS).index(of[0]), of[1])
+    )
+    plot({of: found[of] for of in in_order}, picture)
 
 
 def plot(curves: Mapping[tuple[str, int], Sequence[Sequence[Evaluation]]], path: Path) -> None:
@@ -47,3 +66,7 @@ def draw(axes: Axes, name: str, of_seeds: Sequence[Sequence[Evaluation]], y: str
     style = "--" if name in BASELINES else ":" if name in IN_FLOAT8 else "-"
     axes.plot(common, lines.mean(0), color=color, linestyle=style, label=VARIANTS[name].title)
     axes.fill_between(common, lines.min(0), lines.max(0), color=color, alpha=0.12, linewidth=0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

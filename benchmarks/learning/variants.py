@@ -42,7 +42,8 @@ OF_THE_STUDY: Mapping[str, Variant] = {
     "awm": replace(
         NFT,
         title="AWM",
-        overrides=(f"algorithm={{name: awm, kl_beta: 0, {LEVELS_OF_NFT}}}",),
+        # At DiffusionNFT's learning rate it collapses.
+        overrides=(f"algorithm={{name: awm, kl_beta: 0, {LEVELS_OF_NFT}}}", "optimizer.lr=2e-3"),
         starts=(0,),
     ),
     "ram": replace(NFT, title="RAM", overrides=(f"algorithm={{name: ram, {LEVELS_OF_NFT}}}",), starts=(0,)),
