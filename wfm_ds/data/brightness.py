@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from wfm_ds.data.moving import write_video
-from wfm_ds.errors import DataError
+from wfm_ds.data.moving import FPS
+from wfm_ds.data.written import require_new, write_video
 from wfm_ds.program import program
 from wfm_ds.seeds import derive_seed
 from wfm_reward.brightness_world import STARTS, Frames, actions_of, draw_moves, levels_of, pixels
@@ -32,7 +32,7 @@ def write_clip(folder: Path, number: int, *, wrong: float) -> Frames:
     draw = np.random.Generator(np.random.PCG64(derive_seed(0, "brightness", folder.name, number)))
     moves, others = draw_moves(draw), draw_moves(draw)
     stem, frames = f"{number:04}", pixels(levels_of(draw.uniform(-STARTS, STARTS), moves))
-    write_video(folder / f"{stem}.mkv", frames)
+    write_video(folder / f"{stem}.mkv", frames, FPS)
     np.save(folder / f"{stem}.actions.npy", actions_of(others if draw.random() < wrong else moves))
     (folder / f"{stem}.json").write_text(json.dumps({"prompt": PROMPT, "actions": f"{stem}.actions.npy"}) + "\n")
     return frames
@@ -45,8 +45,7 @@ def write_brightness(out: Path) -> int:
 
     Raises DataError if the folder exists and is not empty.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out} exists and is not an empty folder: name a new one, or remove it")
+    require_new(out)
     for name, count, wrong in (("clips", NUM_CLIPS, WRONG), ("held_out", NUM_HELD_OUT, 0.0)):
         (out / name).mkdir(parents=True)
         for number in range(1, count + 1):

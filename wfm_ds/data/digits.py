@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from wfm_ds.errors import DataError
+from wfm_ds.data.written import require_new
 from wfm_ds.program import program
 
 Split = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
@@ -61,8 +61,7 @@ def write_digits(out: Path) -> int:
 
     The same bytes on every run with the same versions. Raises DataError if the folder exists and is not empty.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out} exists and is not an empty folder: name a new one, or remove it")
+    require_new(out)
     images, labels = sft_split()
     (out / "images").mkdir(parents=True)
     (out / "prompts").mkdir()

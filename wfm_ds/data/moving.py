@@ -10,14 +10,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from fractions import Fraction
 from pathlib import Path
 
-import av
-
-from wfm_ds.errors import DataError
+from wfm_ds.data.written import require_new, write_video
 from wfm_ds.program import program
-from wfm_reward.moving_world import DIRECTIONS, SHAPES, Clip, Frames, clips, draw, pixels
+from wfm_reward.moving_world import DIRECTIONS, SHAPES, Clip, clips, draw, pixels
 
 COPIES = 20
 WRONG = 7  # of each clip's captions
@@ -35,26 +32,13 @@ def captions(clip: Clip) -> list[dict[str, str]]:
     return [caption(one) for one in [*wrong, *[clip] * (COPIES - WRONG)]]
 
 
-def write_video(path: Path, frames: Frames) -> None:
-    """Write frames [T,H,W,3] without loss (FFV1 in Matroska)."""
-    options = {"fflags": "+bitexact"}  # no random identifier in the file
-    with av.open(str(path), "w", format="matroska", options=options) as container:
-        stream = container.add_stream("ffv1", rate=Fraction(FPS))
-        stream.width, stream.height, stream.pix_fmt = frames.shape[2], frames.shape[1], "bgr0"
-        stream.codec_context.thread_count = 1
-        for picture in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24").reformat(format="bgr0")))
-        container.mux(stream.encode(None))
-
-
 def write_moving(out: Path) -> int:
     """Write videos/NNNN.mkv and .json (960 captioned videos) and prompts/train.jsonl, the 12 prompts; return the number
     of videos.
 
     Raises DataError if the folder exists and is not empty.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out} exists and is not an empty folder: name a new one, or remove it")
+    require_new(out)
     (out / "videos").mkdir(parents=True)
     (out / "prompts").mkdir()
     number = 0
@@ -62,7 +46,7 @@ def write_moving(out: Path) -> int:
         for text in captions(clip):
             number += 1
             path = out / "videos" / f"{number:04}.mkv"
-            write_video(path, pixels(draw(clip)))
+            write_video(path, pixels(draw(clip)), FPS)
             path.with_suffix(".json").write_text(json.dumps(text) + "\n")
     prompts = [caption(Clip(shape, direction, 0)) for shape in SHAPES for direction in DIRECTIONS]
     (out / "prompts" / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in prompts))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from wfm_ds.errors import DataError
+from wfm_ds.data.written import require_new
 from wfm_ds.program import program
 
 COLOURS: Mapping[str, tuple[int, int, int]] = MappingProxyType(
@@ -53,8 +53,7 @@ def write_squares(out: Path) -> int:
 
     Raises DataError if the folder exists and is not empty.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out} exists and is not an empty folder: name a new one, or remove it")
+    require_new(out)
     (out / "images").mkdir(parents=True)
     known = list(COLOURS)
     names = [known[number % len(known)] for number in range(NUM_IMAGES)]

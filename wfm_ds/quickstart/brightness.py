@@ -51,7 +51,7 @@ class Brightness(World):
             f"Pictures: {folder / 'before.png'} and {folder / 'after.png'}: above what the actions ask for, below what "
             "was drawn, from the same first frame."
         )
-        return [*table(f"on {NUM_HELD_OUT} held-out starts with actions of their own", rows), "", pictures]
+        return [*table("on held-out starts with actions of their own", rows), "", pictures]
 
     def more(self, folder: Path) -> str:
         data = folder / "data"
