@@ -67,10 +67,6 @@ def sana_video_given(folder, pixels, count):
     return stock(folder, CASES["sana_video"], SanaImageToVideoPipeline), {"image": pixels[:, :, 0]}
 
 
-def text_queries(block):
-    return f"{block}.attn.add_q_proj", f"{block}.attn.norm_added_q"
-
-
 def klein_latents(model, patches):
     """Patch and normalise: the stock call gives back what its VAE takes."""
     mean, std = model._statistics()
@@ -84,9 +80,8 @@ def qwen_latents(model, tokens):
 
 
 CASES = {
-    # The last block drops its text output, so the text queries of that block can have no effect.
-    "sd3": Case(size=(32, 48, 1), euler=True, blocks=JOINT, without_gradient=text_queries("transformer_blocks.1")),
-    "digits": Case(size=(8, 8, 1), euler=True, blocks=JOINT, without_gradient=text_queries("transformer_blocks.3")),
+    "sd3": Case(size=(32, 48, 1), euler=True, blocks=JOINT),
+    "digits": Case(size=(8, 8, 1), euler=True, blocks=JOINT),
     "cosmos25": Case(
         size=(32, 48, 9),
         load_options={"guardrail": "off"},
@@ -132,11 +127,6 @@ CASES = {
         unpack=qwen_latents,
         frame_axis=True,
         blocks=JOINT,
-        # The last block drops its text output.
-        without_gradient=tuple(
-            f"transformer_blocks.1.{layer}"
-            for layer in ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "txt_mlp")
-        ),
     ),
     "sana_video": Case(size=(32, 64, 5), given=sana_video_given, blocks=JOINT),
 }

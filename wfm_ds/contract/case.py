@@ -62,7 +62,8 @@ class Case:
     blocks: tuple[str, ...] = ()
     """The lists of the denoiser that hold its blocks. (): not compared."""
     without_gradient: tuple[str, ...] = ()
-    """Layers that no loss can reach."""
+    """Parameters whose gradient is rounding alone: no loss depends on them, but autograd does not know. Those that it
+    does not reach are the family's `frozen`."""
     negative_prompt: bool = True
     """The stock call takes one."""
     one_by_one: bool = False

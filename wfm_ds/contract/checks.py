@@ -36,6 +36,7 @@ CHECKS: tuple[Check, ...] = (
     inputs.inputs_that_are_missing,
     denoiser.blocks,
     denoiser.lora_and_checkpointing,
+    denoiser.frozen_is_what_no_loss_reaches,
     pixels.bfloat16_denoiser,
     pixels.bfloat16_vae,
     exports.lora_export,
