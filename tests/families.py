@@ -128,5 +128,6 @@ CASES = {
         frame_axis=True,
         blocks=JOINT,
     ),
+    "z_image": Case(size=(32, 48, 1), euler=True, blocks=("noise_refiner", "context_refiner", "layers")),
     "sana_video": Case(size=(32, 64, 5), given=sana_video_given, blocks=JOINT),
 }

@@ -64,7 +64,7 @@ def assert_denoisers_trained(folder, base, family, more_than):
         assert after[part].keys() == tensors.keys()
         for name, tensor in tensors.items():
             moved = (after[part][name] - tensor).abs().max()
-            assert (moved == 0) if name in CONSTANT else (moved > more_than or unreachable(name, family)), name
+            assert (moved == 0) if name in CONSTANT else (moved > more_than or unreachable(name, base, family)), name
     others = [f.relative_to(base) for f in base.rglob("*") if f.is_file() and f.parent.name not in before]
     assert all((folder / file).samefile(base / file) for file in others)
 

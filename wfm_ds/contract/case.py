@@ -133,6 +133,7 @@ def draw(pipeline: Any, case: Case, sigmas: Sequence[float] | Tensor, **more: An
     count = len(call["prompt"])
     if isinstance(call.get("negative_prompt"), str):
         call["negative_prompt"] = [call["negative_prompt"]] * count
+    call = {name: list(value) if isinstance(value, list) else value for name, value in call.items()}  # some write in it
     calls = [{name: _of_one(value, i) for name, value in call.items()} for i in range(count)]
     drawn = torch.cat([_drawn(pipeline(**one)) for one in calls]) if case.one_by_one else _drawn(pipeline(**call))
     return drawn.movedim(2, 1) if call["output_type"] == "pt" and drawn.ndim == 5 else drawn
