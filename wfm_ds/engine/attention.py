@@ -32,7 +32,9 @@ FASTER_FROM: Capability = (9, 0)  # where cuDNN's kernel is the faster one, and 
 PROCESSORS: Mapping[type, Any] = {JointAttnProcessor2_0: JointAttention, CosmosAttnProcessor2_0: CosmosAttention}
 """For stock processors that name no kernel to the dispatcher, or do not ask it: those of ours in their place."""
 # Processors that hide padding of the text by a mask.
-MASKED = frozenset({SanaAttnProcessor2_0, QwenDoubleStreamAttnProcessor2_0, ZSingleStreamAttnProcessor, AttentionToText})
+MASKED = frozenset(
+    {SanaAttnProcessor2_0, QwenDoubleStreamAttnProcessor2_0, ZSingleStreamAttnProcessor, AttentionToText}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
