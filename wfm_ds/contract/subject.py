@@ -70,7 +70,7 @@ class Subject:
         return self.fresh(inputs=sorted({name for row in self.inputs() for name in row}))
 
     def inputs(self) -> list[Inputs]:
-        """What each of two samples of `size` is told: none without inputs of the case."""
+        """The inputs of two samples of `size`; none if the case has none."""
         return [] if self.case.inputs is None else list(self.case.inputs(*self.size))
 
     def stock(self) -> Any:

@@ -1,6 +1,6 @@
-"""Which trained parameters the backward passes reach.
+"""The watch over trained parameters that no backward pass reaches.
 
-One that none reaches has no gradient, and AdamW moves it all the same, by weight decay alone: a silent loss of weights.
+Such a one has no gradient, and AdamW moves it all the same, by weight decay alone: a silent loss of weights.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Reached:
         self._part_of = part_of
         self._watched: dict[str, Any] = {}
         self._seen: set[str] = set()
+        parameter: Any
         for name, parameter in module.named_parameters():
             layer, adapter, _ = name.partition(".lora_")
             if parameter.requires_grad and not (adapter and f"{layer}.weight" in frozen):

@@ -77,7 +77,7 @@ class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
 
     def _rotations(self, place: Tensor) -> Tensor:
         rotations: Tensor = self.rope_embedder(place.flatten(0, 1))
-        return rotations.unflatten(0, place.shape[:2])
+        return rotations.view(*place.shape[:2], -1)
 
     def _run(self, layer: nn.Module, *arguments: Any) -> Tensor:
         if torch.is_grad_enabled() and self.gradient_checkpointing:
@@ -89,14 +89,15 @@ class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
 
 def to_patches(latents: Tensor) -> Tensor:
     """Patches [B, h/2 w/2, 4 C] of latents [B,C,h,w], in the order (row, column, channel)."""
-    patches = latents.unflatten(3, (-1, PATCH)).unflatten(2, (-1, PATCH))  # [B,C,h/2,2,w/2,2]
+    count, channels, h, w = latents.shape
+    patches = latents.reshape(count, channels, h // PATCH, PATCH, w // PATCH, PATCH)
     return patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
 
 def of_patches(patches: Tensor, h: int, w: int) -> Tensor:
     """Latents [B,C,h,w] of their patches."""
-    grid_of = patches.unflatten(1, (h // PATCH, w // PATCH)).unflatten(3, (PATCH, PATCH, -1))
-    return grid_of.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
+    rows = patches.reshape(len(patches), h // PATCH, w // PATCH, PATCH, PATCH, -1)
+    return rows.permute(0, 5, 1, 3, 2, 4).reshape(len(patches), -1, h, w)
 
 
 def grid(rows: int, columns: int, device: torch.device) -> Tensor:
