@@ -19,6 +19,7 @@ from wfm_ds.engine.flops import adapted_layers
 from wfm_ds.engine.merging import AdapterMerge
 from wfm_ds.errors import UserError
 from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.base import matches as is_named
 from wfm_ds.pipes.client import PipeClient
 from wfm_ds.pipes.sockets import PipeError
 from wfm_ds.pipes.wire import WireError
@@ -116,13 +117,15 @@ class PolicyWeights:
             load_saved(getattr(self.model.pipeline, part), folder / LORA_FOLDER / SAVED_FILES[part])
 
     def _copy(self, part: str, paths: list[Path]) -> None:
-        """Write the tensors of these files into a part of the denoiser. Raises ValueError unless they are all of it."""
+        """Write the tensors of these files into a part of the denoiser. Raises ValueError unless they are all of it that
+        trains."""
         network: Any = getattr(self.model.pipeline, part)
         places = network.state_dict()
         if self.lora:
             names = {n: diffusers_name(n.replace(".default.", ".")) for n in places if ".lora_" in n}
             places = {f"{LORA_PREFIX}.{name}": places[n] for n, name in names.items()}
-        missing = set(placed_names(network) if self.lora else places)
+        # What full training leaves alone is no part of a publication: it is the base's, which is on the model.
+        missing = placed_names(network) if self.lora else {n for n in places if not is_named(n, self.model.frozen)}
         for path in paths:
             with safe_open(path, framework="pt", device="cpu") as file:
                 for name in file.keys():  # noqa: SIM118, it is no mapping
