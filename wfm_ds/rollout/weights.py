@@ -117,8 +117,8 @@ class PolicyWeights:
             load_saved(getattr(self.model.pipeline, part), folder / LORA_FOLDER / SAVED_FILES[part])
 
     def _copy(self, part: str, paths: list[Path]) -> None:
-        """Write the tensors of these files into a part of the denoiser. Raises ValueError unless they are all of it that
-        trains."""
+        """Write the tensors of these files into a part of the denoiser. Raises ValueError unless they are all that
+        trains of it."""
         network: Any = getattr(self.model.pipeline, part)
         places = network.state_dict()
         if self.lora:
