@@ -37,6 +37,7 @@ SIZES: Mapping[str, tuple[int, int, int]] = {  # height, width, frames
     "moving": (32, 32, 5),
     "flux2": (64, 64, 1),
     "qwen_image": (64, 64, 1),
+    "z_image": (64, 64, 1),
     "cosmos3": (64, 64, 9),
     "world": (8, 16, 5),
 }

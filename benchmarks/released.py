@@ -39,6 +39,8 @@ from diffusers import (
     UniPCMultistepScheduler,
     WanPipeline,
     WanTransformer3DModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
 from torch import Tensor, nn
 
@@ -145,6 +147,17 @@ cosmos3_edge = partial(
 cosmos3_super = partial(
     cosmos3, num_hidden_layers=64, hidden_size=5120, intermediate_size=25600, num_attention_heads=64
 )
+kl_vae = partial(
+    AutoencoderKL,
+    latent_channels=16,
+    layers_per_block=2,
+    use_quant_conv=False,
+    use_post_quant_conv=False,
+    block_out_channels=(128, 256, 512, 512),
+    down_block_types=("DownEncoderBlock2D",) * 4,
+    up_block_types=("UpDecoderBlock2D",) * 4,
+)
+flux_vae = partial(kl_vae, scaling_factor=0.3611, shift_factor=0.1159)
 wan22_vae = partial(
     AutoencoderKLWan,
     base_dim=160,
@@ -193,16 +206,9 @@ RELEASED = {
             qk_norm="rms_norm",
         ),
         vae=partial(
-            AutoencoderKL,
-            latent_channels=16,
-            layers_per_block=2,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
+            kl_vae,
             scaling_factor=1.5305,
             shift_factor=0.0609,
-            block_out_channels=(128, 256, 512, 512),
-            down_block_types=("DownEncoderBlock2D",) * 4,
-            up_block_types=("UpDecoderBlock2D",) * 4,
         ),
         scheduler=partial(FlowMatchEulerDiscreteScheduler, shift=3.0),
         conditioning={"prompt_embeds": (77 + 256, 4096), "pooled_prompt_embeds": (2048,)},
@@ -284,6 +290,17 @@ RELEASED = {
         conditioning={"prompt_embeds": (512, 3584), "prompt_embeds_mask": (512,)},
         size=(1024, 1024, 1),
         text_parameters=QWEN_7B,
+    ),
+    "z_image": Released(
+        title="Z-Image 6B",
+        folder="Z-Image",
+        pipeline=ZImagePipeline,
+        transformer=partial(ZImageTransformer2DModel, axes_lens=[1536, 512, 512]),
+        vae=flux_vae,
+        scheduler=partial(FlowMatchEulerDiscreteScheduler, shift=6.0),
+        conditioning={"prompt_embeds": (512, 2560), "prompt_embeds_mask": (512,)},
+        size=(1024, 1024, 1),
+        text_parameters=QWEN3_4B,
     ),
     "sana_video": Released(
         title="SANA-Video 2B",

@@ -1,15 +1,18 @@
 """What the contract's checks must know of each family. A new one adds a line to CASES."""
 
+import numpy as np
 import torch
 from diffusers import SanaImageToVideoPipeline, WanImageToVideoPipeline
+from diffusers.pipelines.cosmos.pipeline_cosmos3_omni import CosmosActionCondition
 
 from wfm_ds.contract.case import PROMPTS as PROMPTS
-from wfm_ds.contract.case import Case, stock
+from wfm_ds.contract.case import Case, StockInputs, stock
 from wfm_ds.contract.case import denoise_latents as denoise_latents
 from wfm_ds.contract.case import draw as draw
 from wfm_ds.contract.subject import SEEDS
 from wfm_ds.models.guardrail import NoGuardrail
 from wfm_ds.models.qwen_image import unpacked
+from wfm_ds.recipe.stated import FPS
 
 EXACT = {"rtol": 0, "atol": 1e-5}
 JOINT, WAN = ("transformer_blocks",), ("blocks",)
@@ -28,6 +31,30 @@ def cosmos3_given(folder, pixels, count):
     return stock(folder, CASES["cosmos3"]), given | noise
 
 
+def cosmos3_inputs(height, width, frames):
+    """Two samples' actions, of fewer channels than the network has, each in a domain of its own."""
+    draws = np.random.default_rng(6)
+    return [{"actions": draws.normal(size=(frames - 1, 9)).astype("f4"), "domain": np.float32(i)} for i in range(2)]
+
+
+def world_inputs(height, width, frames):
+    return [{"actions": np.eye(3, dtype="f4")[(np.arange(frames - 1) + i) % 3]} for i in range(2)]
+
+
+def forward_dynamics(folder, pixels):
+    row, _ = cosmos3_inputs(*pixels.shape[3:], pixels.shape[2])
+    told = CosmosActionCondition(
+        mode="forward_dynamics",
+        chunk_size=len(row["actions"]),
+        domain_name="camera_pose",
+        resolution_tier=256,
+        raw_actions=torch.from_numpy(row["actions"]),
+        image=pixels[0, :, 0],
+    )
+    call = {"action": told, "fps": FPS, "guidance_scale": 1.0}
+    return stock(folder, CASES["cosmos3"]), row | {"domain": np.float32(2)}, call
+
+
 def ti2v_given(folder, pixels, count):
     assert count == 1
     parts = stock(folder, CASES["wan22_ti2v"]).components
@@ -38,10 +65,6 @@ def ti2v_given(folder, pixels, count):
 
 def sana_video_given(folder, pixels, count):
     return stock(folder, CASES["sana_video"], SanaImageToVideoPipeline), {"image": pixels[:, :, 0]}
-
-
-def text_queries(block):
-    return f"{block}.attn.add_q_proj", f"{block}.attn.norm_added_q"
 
 
 def klein_latents(model, patches):
@@ -57,9 +80,8 @@ def qwen_latents(model, tokens):
 
 
 CASES = {
-    # The last block drops its text output, so the text queries of that block can have no effect.
-    "sd3": Case(size=(32, 48, 1), euler=True, blocks=JOINT, without_gradient=text_queries("transformer_blocks.1")),
-    "digits": Case(size=(8, 8, 1), euler=True, blocks=JOINT, without_gradient=text_queries("transformer_blocks.3")),
+    "sd3": Case(size=(32, 48, 1), euler=True, blocks=JOINT),
+    "digits": Case(size=(8, 8, 1), euler=True, blocks=JOINT),
     "cosmos25": Case(
         size=(32, 48, 9),
         load_options={"guardrail": "off"},
@@ -72,11 +94,15 @@ CASES = {
         load_options={"guardrail": "off"},
         stock_parts={"safety_checker": NoGuardrail()},
         given=cosmos3_given,
+        inputs=cosmos3_inputs,
+        # The smallest size that its table has.
+        stock_inputs=StockInputs(size=(256, 256, 5), call=forward_dynamics, conditional_frames=1),
         one_by_one=True,
         blocks=("layers",),
     ),
     "world": Case(
         size=(8, 16, 9),
+        inputs=world_inputs,
         load_options={"guardrail": "off"},
         stock_parts={"safety_checker": NoGuardrail()},
         one_by_one=True,
@@ -101,11 +127,7 @@ CASES = {
         unpack=qwen_latents,
         frame_axis=True,
         blocks=JOINT,
-        # The last block drops its text output.
-        without_gradient=tuple(
-            f"transformer_blocks.1.{layer}"
-            for layer in ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "txt_mlp")
-        ),
     ),
+    "z_image": Case(size=(32, 48, 1), euler=True, blocks=("noise_refiner", "context_refiner", "layers")),
     "sana_video": Case(size=(32, 64, 5), given=sana_video_given, blocks=JOINT),
 }

@@ -76,7 +76,7 @@ COVERING = (
     *(
         ("flux2", 2, (0, 4)),
         ("cosmos3", 2, (0,)),
-    ),  # not Qwen-Image: it picks a text's states by their mask
+    ),  # not Qwen-Image and Z-Image: they pick a text's states by their mask
     *(("sd3", 8, (1,)), ("cosmos25", 8, (0, 1)), ("wan21", 8, (0,)), ("wan22", 8, (1,)), ("digits", 8, (2,))),
     *(
         ("sd3", 2, (1, 7, 11)),

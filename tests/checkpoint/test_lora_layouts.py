@@ -19,7 +19,7 @@ from wfm_ds.checkpoint.target import ExportTarget
 from wfm_ds.engine.targets import adapted_names
 from wfm_ds.models import registry
 
-FAMILIES = ("sd3", "sana", "sana_video", "cosmos25", "wan21", "wan22", "flux2", "qwen_image")
+FAMILIES = ("sd3", "sana", "sana_video", "cosmos25", "wan21", "wan22", "flux2", "qwen_image", "z_image")
 RANK, ALPHA = 4, 10.0
 
 
@@ -239,6 +239,7 @@ def test_comfyui_names_of_each_family(export):
         ("sana", "diffusion_model.blocks.0.attn.qkv"),
         ("flux2", "diffusion_model.single_blocks.0.linear2"),
         ("qwen_image", "transformer.transformer_blocks.0.attn.add_q_proj"),
+        ("z_image", "diffusion_model.layers.0.attention.qkv"),
     ):
         _, parts, folder = export(family)
         tensors = comfyui(parts["transformer"], names_of(registry.family_of(folder)), None)

@@ -83,6 +83,7 @@ def test_media_that_are_too_small_get_a_size_that_they_fill(init, pictures, tmp_
         ("flux2", {}, 4.0),
         ("flux2", {"is_distilled": True}, 1.0),
         ("qwen_image", {}, 4.0),
+        ("z_image", {}, 6.0),
     ],
 )
 def test_a_pipeline_that_states_no_size_has_that_of_its_family(tmp_path, family, more, guidance):

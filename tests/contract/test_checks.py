@@ -1,14 +1,18 @@
 """Checks that cannot fail check nothing: families with one mistake each, and the check that finds it."""
 
 import sys
+from types import MappingProxyType
 
 import pytest
 
 from families import CASES
-from wfm_ds.contract import denoiser, drawing, exports, pixels
+from wfm_ds.contract import denoiser, drawing, exports, inputs, pixels
+from wfm_ds.contract.case import PROMPTS
 from wfm_ds.contract.checks import CHECKS, examine
 from wfm_ds.contract.subject import Subject
 from wfm_ds.models.check import main
+from wfm_ds.models.cosmos3 import Cosmos3
+from wfm_ds.models.inputs import Input
 from wfm_ds.models.sd3 import StableDiffusion3
 
 
@@ -58,10 +62,38 @@ class Raw(StableDiffusion3):
         return super().to_pixels(latents).nan_to_num()[..., :-1]
 
 
+class Untold(Cosmos3):
+    def denoise(self, latents, sigma, conditioning, *arguments):
+        text = {name: tensor for name, tensor in conditioning.items() if name not in self.optional_keys}
+        return super().denoise(latents, sigma, text, *arguments)
+
+
+class Averaged(Cosmos3):
+    """All samples of a batch are told the same."""
+
+    def encode_inputs(self, *arguments):
+        told = super().encode_inputs(*arguments)
+        return {name: tensor if name == "domain" else 0 * tensor + tensor.mean(0) for name, tensor in told.items()}
+
+
+class OneHalf(Cosmos3):
+    """What guidance contrasts with forgets its inputs."""
+
+    def denoise(self, latents, sigma, conditioning, *arguments):
+        if conditioning["text_mask"].shape[1] < len(self.token_ids(self.caption(PROMPTS[1], 32, 48, 9))):
+            conditioning = {name: tensor for name, tensor in conditioning.items() if name not in self.optional_keys}
+        return super().denoise(latents, sigma, conditioning, *arguments)
+
+
+class Demanding(Cosmos3):
+    takes = MappingProxyType({"actions": Input(rank=2, required=True), "domain": Input(rank=0)})
+
+
 @pytest.fixture
 def subject(tiny_pipelines):
     def of(family):
-        return Subject(tiny_pipelines("sd3"), CASES["sd3"], f"{__name__}:{family.__name__}")
+        name = family.family
+        return Subject(tiny_pipelines(name), CASES[name], f"{__name__}:{family.__name__}")
 
     sys.modules.setdefault(__name__, sys.modules[Flipped.__module__])
     return of
@@ -79,6 +111,10 @@ def subject(tiny_pipelines):
         (Unchecked, denoiser.wrong_arguments, "sigma [2, 1] ends in AssertionError ("),
         (Misnamed, denoiser.lora_and_checkpointing, "no linear layer's name ends with to_kv"),
         (Rough, pixels.sizes_are_multiples, "the size (1, 16, 1) is refused without the words"),
+        (Untold, inputs.inputs_change_the_velocity, "other inputs change the velocity by 0 only"),
+        (Averaged, inputs.a_batch_of_inputs_is_its_samples, "sample 0 of a batch with inputs: values differ by"),
+        (OneHalf, inputs.both_halves_of_guidance_are_told, "change what guidance contrasts with by 0 only"),
+        (Demanding, inputs.inputs_that_are_missing, "a sample without actions is not refused; raise a ValueError"),
         (Raw, drawing.decoded_pixels, "the decoded pixels: the shape is [2, 3, 32, 47] and should be [2, 3, 32, 48]"),
     ],
 )
@@ -100,6 +136,11 @@ def test_an_error_of_the_family_s_code_is_a_finding_with_its_place(subject, monk
 
 def test_what_is_kept_has_no_sentence(subject):
     assert [finding.sentence for finding in examine(subject(StableDiffusion3), CHECKS[:2])] == [None, None]
+
+
+def test_what_a_family_does_not_have_is_no_mistake_and_no_merit(subject):
+    (finding,) = examine(subject(StableDiffusion3), [inputs.inputs_change_the_velocity])
+    assert (finding.applies, finding.sentence) == (False, "the family takes no inputs")
 
 
 def test_the_command_ends_with_one_for_a_broken_family_and_two_for_a_mistake(subject, monkeypatch, capsys):

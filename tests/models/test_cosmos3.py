@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline
-from diffusers.pipelines.cosmos.pipeline_cosmos3_omni import CosmosActionCondition
 
 from families import EXACT, denoise_latents
 from wfm_ds.contract.case import GridEuler
@@ -88,30 +87,6 @@ def test_image_to_video_equals_the_stock_pipelines(model, stock):
     torch.testing.assert_close(denoise_latents(model, noise, conditioning, grid, solver="ode"), want, **EXACT)
 
 
-def test_forward_dynamics_equals_the_stock_pipelines(tiny_pipelines, stock):
-    size, image = (256, 256, 5), torch.rand(3, 256, 256)  # the smallest that its table has
-    actions = torch.randn(4, 9)
-    told_of = CosmosActionCondition(
-        mode="forward_dynamics",
-        chunk_size=4,
-        domain_name="camera_pose",
-        resolution_tier=256,
-        raw_actions=actions,
-        image=image,
-    )
-    model = fresh(tiny_pipelines, inputs=["actions"])
-    shape = model.latent_shape(*size)
-    grid = model.sigmas(3, shape)
-    want = stock(PROMPTS[0], grid, action=told_of, guidance_scale=1.0, generator=torch.Generator().manual_seed(1))
-    text = model.caption(PROMPTS[0], *size)
-    pixels = image[None, :, None].expand(-1, -1, 5, -1, -1).contiguous()
-    conditioning = with_conditional_frames(model.encode_text([text]), model.encode_pixels(pixels), torch.tensor([1]))
-    conditioning |= model.encode_inputs([{"actions": actions.numpy(), "domain": np.array(2)}], 5, (256, 256))
-    noise = torch.randn(1, *shape, generator=torch.Generator().manual_seed(1))
-    got = denoise_latents(model, noise, conditioning, grid, solver="ode")
-    torch.testing.assert_close(got, want, **EXACT)
-
-
 def test_captions_are_the_ids_that_the_stock_pipeline_makes(model, stock):
     for size in (VIDEO, IMAGE):
         for text in (*PROMPTS, ""):
@@ -188,17 +163,13 @@ def test_the_stock_pipeline_has_no_loader_of_adapters(stock):
 
 
 @torch.no_grad()
-def test_swapping_the_actions_of_two_rows_swaps_what_they_change(model):
+def test_each_domain_has_weights_of_its_own(model):
     noise, sigma, text = one_call(model)
     latents, sigma = noise[:1].repeat(2, 1, 1, 1, 1), sigma[:1].repeat(2)
     same = {name: tensor[:1].repeat(2, *[1] * (tensor.ndim - 1)) for name, tensor in text.items()}
     actions = actions_of(model)
-    velocity = model.denoise(latents, sigma, same | actions)
-    swapped = model.denoise(latents, sigma, same | {name: tensor.flip(0) for name, tensor in actions.items()})
-    torch.testing.assert_close(swapped, velocity.flip(0), **EXACT)
-    assert (velocity[0] - velocity[1]).abs().max() > 1e-3
-    domains = model.denoise(latents, sigma, same | actions | {"actions": actions["actions"][:1].repeat(2, 1, 1)})
-    assert (domains[0] - domains[1]).abs().max() > 1e-4  # each domain has weights of its own
+    one, other = model.denoise(latents, sigma, same | actions | {"actions": actions["actions"][:1].repeat(2, 1, 1)})
+    assert (one - other).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize(

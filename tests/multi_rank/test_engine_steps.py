@@ -25,7 +25,7 @@ from wfm_ds.distributed.world import COLLECTIVE_TIMEOUT_S, World
 from wfm_ds.engine.engine import DenoiserEngine
 from wfm_ds.engine.lockstep import Guard
 from wfm_ds.engine.schedules import learning_rate
-from wfm_ds.errors import RecipeError
+from wfm_ds.errors import ModelError, RecipeError
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.rollout.groups import PromptGroups
 from wfm_ds.training.rl import RlLoop
@@ -168,6 +168,42 @@ def test_calls_out_of_order_are_refused(two_ranks):
             "ref has no tensors of its own in a LoRA run: it is the base without adapter",
             "True",
         ]
+
+
+def idle_layer(config, lora, frozen):
+    """What a step says of a network with a layer that no forward runs, and whether a weight moved."""
+    module = small_sd3()
+    module.idle = torch.nn.Linear(8, 8)
+    recipe = small_recipe(config, lora=lora, targets=["to_q", "idle"])
+    settings = {"lora_targets": TARGETS, "policies": frozenset(), "accumulation": 1, "total_updates": 1}
+    names = frozenset({"idle.weight", "idle.bias"} if frozen else ())
+    engine = DenoiserEngine.build(module, recipe, World.join(), **settings, frozen=names)
+    before = [flat.clone() for flat in all_flats(engine)]
+    engine.backward(predict(engine.forward_module, [engine.world.rank]).mean(), 1)
+    try:
+        said = f"applied {engine.step().applied}"
+    except ModelError as error:
+        said = str(error)
+    return {"said": said, "moved": not all(map(torch.equal, before, all_flats(engine)))}
+
+
+@pytest.mark.parametrize(
+    ("config", "lora"),
+    [
+        ("zero2", False),
+        pytest.param("zero1", False, marks=pytest.mark.slow),
+        pytest.param("zero3", False, marks=pytest.mark.slow),
+        ("zero3", True),
+    ],
+)
+def test_a_layer_that_no_gradient_reaches_is_named_before_it_moves(two_ranks, config, lora):
+    first, second = two_ranks.run(idle_layer, config=config, lora=lora, frozen=False)
+    named = "idle.lora_A.weight, idle.lora_B.weight" if lora else "idle.weight, idle.bias"
+    assert first["said"].startswith(f"{named}: no gradient reached what is to train")
+    assert first == second
+    assert not first["moved"]
+    for part in two_ranks.run(idle_layer, config=config, lora=lora, frozen=True):
+        assert part == {"said": "applied True", "moved": True}
 
 
 def start_with_targets(targets):

@@ -42,7 +42,7 @@ TWINS = {
     "sd3_ram": "sd3_ram",
     **{
         f"{name}_{algorithm}": f"{tiny}_{algorithm.removesuffix('_lora')}"
-        for name, tiny in (("flux2_klein", "flux2"), ("qwen_image", "qwen_image"))
+        for name, tiny in (("flux2_klein", "flux2"), ("qwen_image", "qwen_image"), ("z_image", "z_image"))
         for algorithm in ("sft_lora", "nft", "flow_grpo")
     },
     "sana_image_sft": "sana_image_sft",
@@ -93,7 +93,7 @@ FAST = {
     ("sft", "lora", "wan22"),
 }
 # Their tiny recipes train adapters by NFT and Flow-GRPO: what the matrix adds are all weights, and the pictures of SFT.
-FEW = {"flux2": KINDS[:2], "qwen_image": KINDS[:2]}
+FEW = {"flux2": KINDS[:2], "qwen_image": KINDS[:2], "z_image": KINDS[:2]}
 FEW |= {"digits": [], "moving": [], "world": []}  # the quickstarts' are an SD3, a Wan 2.1 and a Cosmos3
 MATRIX = [(*kind, family) for family in FAMILIES for kind in FEW.get(family, KINDS)]
 EVAL_STEPS = 3  # noise levels of both experts of Wan 2.2

@@ -82,8 +82,11 @@ class CutStates:
         ranks: Sequence[int] = [rank]
         if self.layout(rank) != layout:
             ranks = range(self.num_ranks)
-            if self.sizes().keys() != layout.keys():
-                raise UserError(f"{self.folder} holds other trained weights than this run has: it is of another model")
+            if others := sorted(self.sizes().keys() ^ layout.keys()):
+                raise UserError(
+                    f"{self.folder} holds other trained weights than this run has, e.g. {others[0]}: it is of another "
+                    "model, or of a version that trained others"
+                )
         flats: dict[str, list[Tensor]] = {}
         for state in self.state_names():
             number = self._number(state)

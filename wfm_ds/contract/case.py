@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from torch import Tensor
@@ -19,6 +21,21 @@ if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
 PROMPTS = ["a red circle on white", "the digit 7"]
+
+
+Inputs: TypeAlias = dict[str, npt.NDArray[np.float32]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StockInputs:
+    """A call of the stock pipeline that tells one sample its inputs."""
+
+    size: tuple[int, int, int]
+    """Height, width, frames: the call may know few."""
+    call: Callable[[Path, Tensor], tuple[Any, Inputs, dict[str, Any]]]
+    """(folder, pixels of a sample) -> the pipeline, what the sample is told, and arguments of the call."""
+    conditional_frames: int = 0
+    """How many first latent frames of the pixels the call gives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +52,18 @@ class Case:
     """The stock scheduler is Euler on float times: what our solver `ode` does."""
     given: Callable[..., tuple[Any, dict[str, Any]]] | None = None
     """(folder, pixels, count) -> the stock pipeline and arguments of its call for given frames."""
+    inputs: Callable[[int, int, int], Sequence[Inputs]] | None = None
+    """(height, width, frames) -> arrays by name, as `takes` has them, of two unlike samples. Families that state
+    `takes` need it."""
+    stock_inputs: StockInputs | None = None
+    """None: inputs are not compared with the stock pipeline."""
     sigmas: tuple[tuple[float, float], ...] = ((0.9, 0.3),)
     """Noise levels of two samples, for each expert."""
     blocks: tuple[str, ...] = ()
     """The lists of the denoiser that hold its blocks. (): not compared."""
     without_gradient: tuple[str, ...] = ()
-    """Layers that no loss can reach."""
+    """Parameters whose gradient is rounding alone: no loss depends on them, but autograd does not know. Those that it
+    does not reach are the family's `frozen`."""
     negative_prompt: bool = True
     """The stock call takes one."""
     one_by_one: bool = False
@@ -110,6 +133,7 @@ def draw(pipeline: Any, case: Case, sigmas: Sequence[float] | Tensor, **more: An
     count = len(call["prompt"])
     if isinstance(call.get("negative_prompt"), str):
         call["negative_prompt"] = [call["negative_prompt"]] * count
+    call = {name: list(value) if isinstance(value, list) else value for name, value in call.items()}  # some write in it
     calls = [{name: _of_one(value, i) for name, value in call.items()} for i in range(count)]
     drawn = torch.cat([_drawn(pipeline(**one)) for one in calls]) if case.one_by_one else _drawn(pipeline(**call))
     return drawn.movedim(2, 1) if call["output_type"] == "pt" and drawn.ndim == 5 else drawn

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from wfm_ds.contract import denoiser, drawing, exports, pixels
-from wfm_ds.contract.subject import Broken, Subject
+from wfm_ds.contract import denoiser, drawing, exports, inputs, pixels
+from wfm_ds.contract.subject import Broken, DoesNotApply, Subject
 
 Check = Callable[[Subject], None]
 
@@ -28,8 +28,15 @@ CHECKS: tuple[Check, ...] = (
     drawing.latents_with_a_negative_prompt,
     drawing.decoded_pixels,
     drawing.given_frames,
+    inputs.inputs_change_the_velocity,
+    inputs.swapped_inputs_swap_the_velocities,
+    inputs.a_batch_of_inputs_is_its_samples,
+    inputs.both_halves_of_guidance_are_told,
+    inputs.inputs_as_the_stock_pipeline,
+    inputs.inputs_that_are_missing,
     denoiser.blocks,
     denoiser.lora_and_checkpointing,
+    denoiser.frozen_is_what_no_loss_reaches,
     pixels.bfloat16_denoiser,
     pixels.bfloat16_vae,
     exports.lora_export,
@@ -44,6 +51,8 @@ class Finding:
     check: str
     sentence: str | None
     """None: the family keeps it."""
+    applies: bool = True
+    """False: the family does not have what it is about, and the sentence says what."""
 
 
 def examine(subject: Subject, checks: Sequence[Check] = CHECKS) -> Iterator[Finding]:
@@ -52,6 +61,8 @@ def examine(subject: Subject, checks: Sequence[Check] = CHECKS) -> Iterator[Find
         name = check.__name__.replace("_", " ")
         try:
             check(subject)
+        except DoesNotApply as reason:
+            yield Finding(name, str(reason), applies=False)
         except Broken as broken:
             yield Finding(name, str(broken))
         except Exception as error:  # noqa: BLE001, whatever a user's class raises is a finding

@@ -19,6 +19,8 @@ from wfm_ds.models.conditional_frames import MASK
 if TYPE_CHECKING:
     from wfm_ds.models.base import DiffusionModel
 
+NAMED = 3  # parameters in a sentence
+
 WRONG: tuple[tuple[str, Callable[[Any, Any, Any], tuple[Any, Any, Any]], str], ...] = (
     ("sigma [2, 1]", lambda x, s, c: (x, s[:, None], c), "sigma must be float32"),
     ("sigma [1]", lambda x, s, c: (x, s[:1], c), "sigma must be float32"),
@@ -98,12 +100,29 @@ def lora_and_checkpointing(subject: Subject) -> None:
     add_adapter(model, b_std=0.3)
     plain, recomputed = (gradients(subject, model, checkpointing=on) for on in (False, True))
     for name in plain:
-        reachable = not any(layer in name for layer in subject.case.without_gradient)
+        frozen = f"{name.split('.lora_')[0]}.weight" in subject.model.frozen_names()
         reached = float(plain[name].abs().max()) > 0
-        is_so = "has a gradient" if reached else "gets no gradient"
-        listed = "is in the case's without_gradient" if not reachable else "is not in the case's without_gradient"
-        require(reached == reachable, f"{name} {is_so}, and {listed}")
+        is_so, listed = "has a" if reached else "gets no", "is" if frozen else "is not"
+        require(reached != frozen, f"{name} {is_so} gradient, and its layer {listed} among those of `frozen`")
         require_close(f"the recomputed gradient of {name}", recomputed[name], plain[name], 1e-9, rtol=1e-6)
+
+
+def frozen_is_what_no_loss_reaches(subject: Subject) -> None:
+    """One backward pass of full training gives a gradient to all parameters but those that `frozen` names: any other
+    would be moved by weight decay alone."""
+    model = subject.fresh()
+    model.denoiser.requires_grad_(True)
+    reached = {name for name, gradient in gradients(subject, model, checkpointing=False).items() if gradient.any()}
+    rounding = subject.case.without_gradient
+    names = {n for n, _ in model.denoiser.named_parameters() if not any(layer in n for layer in rounding)}
+    frozen = model.frozen_names()
+    _none("get no gradient, and `frozen` does not name them", names - reached - frozen)
+    _none("have a gradient, and `frozen` names them", reached & frozen)
+
+
+def _none(what: str, names: set[str] | frozenset[str]) -> None:
+    some = ", ".join(sorted(names)[:NAMED])
+    require(not names, f"{len(names)} parameters {what}, e.g. {some}")
 
 
 def add_adapter(model: DiffusionModel, b_std: float) -> None:

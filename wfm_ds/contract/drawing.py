@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from wfm_ds.contract.case import PROMPTS, denoise_latents, draw
-from wfm_ds.contract.subject import Subject, require, require_close
+from wfm_ds.contract.subject import DoesNotApply, Subject, require, require_close
 from wfm_ds.models.conditional_frames import with_conditional_frames
 
 W = 4.0
@@ -24,8 +24,9 @@ def latents_with_guidance(subject: Subject) -> None:
 
 def latents_with_a_negative_prompt(subject: Subject) -> None:
     """So it does against a negative prompt, where the stock call takes one."""
-    if subject.case.negative_prompt:
-        _same_latents(subject, W, "a blue square")
+    if not subject.case.negative_prompt:
+        raise DoesNotApply("the stock call takes no negative prompt")
+    _same_latents(subject, W, "a blue square")
 
 
 def _same_latents(subject: Subject, w: float, negative: str | None) -> None:
@@ -104,7 +105,7 @@ def given_frames(subject: Subject) -> None:
     """Given frames enter as in the stock pipeline of images or videos, stay, and are seen by the others."""
     model, case = subject.model, subject.case
     if case.given is None:
-        return
+        raise DoesNotApply("the case names no stock call that is given frames")
     pixels, noise = subject.pixels(1), subject.noise(1)
     latents, grid = model.encode_pixels(pixels), model.sigmas(4, subject.shape)
     text = subject.told(model, PROMPTS[:1])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from wfm_ds.contract.case import PROMPTS, Case, denoise_latents, draw, stock
+from wfm_ds.contract.case import PROMPTS, Case, Inputs, denoise_latents, draw, stock
 from wfm_ds.models import registry
 from wfm_ds.models.conditional_frames import with_conditional_frames
 from wfm_ds.sampling.noise import seeded_normal
@@ -26,6 +26,10 @@ MOST_FRAMES = 64  # among which two latent frames are looked for
 
 class Broken(Exception):
     """The family does not keep what a check asks: one sentence."""
+
+
+class DoesNotApply(Exception):
+    """The family does not have what a check asks about: why, in a few words."""
 
 
 def require(kept: bool, sentence: str) -> None:
@@ -59,6 +63,15 @@ class Subject:
         """Load the family anew, for a check that changes it."""
         options = {"dtype": dtype, "device": "cpu", "own_family": self.own, **self.case.load_options, **options}
         return registry.load(self.folder, **options)
+
+    @cached_property
+    def told_model(self) -> DiffusionModel:
+        """The family as a run has it that tells samples all inputs of the case."""
+        return self.fresh(inputs=sorted({name for row in self.inputs() for name in row}))
+
+    def inputs(self) -> list[Inputs]:
+        """The inputs of two samples of `size`; none if the case has none."""
+        return [] if self.case.inputs is None else list(self.case.inputs(*self.size))
 
     def stock(self) -> Any:
         return stock(self.folder, self.case)

@@ -28,6 +28,7 @@ from wfm_ds.engine.merging import merged
 from wfm_ds.engine.optimizer import build_optimizer
 from wfm_ds.engine.policy import Adapters, Flats, ShardedCopy, Shards, publish_to_adapter
 from wfm_ds.engine.preparation import DTYPES, Share, prepare
+from wfm_ds.engine.reached import PartOf, Reached, one_part
 from wfm_ds.engine.replay import Replays
 from wfm_ds.engine.schedules import ema_decay, learning_rate
 from wfm_ds.engine.work import Work, WorkCounter
@@ -78,6 +79,7 @@ class DenoiserEngine:
         total_updates: int,
         work: WorkCounter | None,
         adapters: Adapters | None,
+        reached: Reached,
     ) -> None:
         """Use `build`. `ds`: what deepspeed.initialize returned for `module`. adapters: of a LoRA run."""
         self.ds = ds
@@ -96,6 +98,7 @@ class DenoiserEngine:
         self.shards = Shards(ds)
         self.copies = {name: ShardedCopy(self.shards) for name in sorted(policy_copies(policies, lora=self.lora))}
         self._adapters = adapters
+        self._reached = reached
         self._unpublished: set[str] = set()  # copies that have moved since their adapters were written
         wanted = recipe.rollout is not None and recipe.rollout.cuda_graph
         self._replays = Replays(ds, module.parameters) if wanted else None
@@ -123,6 +126,7 @@ class DenoiserEngine:
         start: Mapping[str, Tensor] | None = None,
         counts_work: bool = True,
         share: Share = install,
+        part_of: PartOf = one_part,
     ) -> DenoiserEngine:
         """Collective. Prepare the denoiser for training (preparation.py), then DeepSpeed and copies.
 
@@ -132,9 +136,9 @@ class DenoiserEngine:
         repeated blocks, for engine.compile. frozen: names of parameters that full training leaves as they are.
         start: initial values of the adapter's tensors, by their names in `named_full_tensors`.
         counts_work: note the FLOPs of forwards, whose arguments must have a row for each sample. share: has the ranks
-        of a replica share a sample's tokens. Raises RecipeError for
-        a DeepSpeed JSON or LoRA targets that cannot work, UserError for a denoiser whose tokens the ranks of a replica
-        cannot share, or that an attention kernel cannot serve.
+        of a replica share a sample's tokens. part_of: by a parameter's name, the part of the network that a step may
+        leave out (reached.py). Raises RecipeError for a DeepSpeed JSON or LoRA targets that cannot work, UserError for
+        a denoiser whose tokens the ranks of a replica cannot share, or that an attention kernel cannot serve.
         """
         unknown = policies - {"old", "ref", "ema"}
         if unknown:
@@ -163,11 +167,12 @@ class DenoiserEngine:
             start=start,
             share=share,
         )
+        reached = Reached(denoiser, frozen=frozen, part_of=part_of)
         optimizer = build_optimizer(denoiser, recipe.optimizer, world.device)
         ds = deepspeed.initialize(model=denoiser, optimizer=optimizer, config=config, dist_init_required=False)[0]
         if ds.zero_optimization_stage() == 1 and dtype != torch.float32:
             accumulate_in_float32(ds)
-        return cls(ds, denoiser, recipe, world, policies, total_updates, work, adapters)
+        return cls(ds, denoiser, recipe, world, policies, total_updates, work, adapters, reached)
 
     # Forwards
 
@@ -281,11 +286,12 @@ class DenoiserEngine:
 
     def step(self) -> StepResult:
         """Collective, after `accumulation` backwards. Update the weights, unless a gradient is not finite on any rank:
-        then nothing moves on any."""
+        then nothing moves on any. Raises ModelError if no backward reached some of what trains."""
         self._require_train("step")
         if self._num_backwards != self._due_backwards:
             raise RuntimeError(f"step() after {self._num_backwards} of {self._due_backwards} backwards")
         self._num_backwards, self._due_backwards = 0, self.accumulation
+        self._reached.check(self.world)
         LIVENESS.begin("an optimizer step")
         lr = learning_rate(self.recipe.optimizer, self.num_updates + 1, self.total_updates)
         for group in self.ds.optimizer.param_groups:

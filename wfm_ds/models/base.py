@@ -164,8 +164,12 @@ class DiffusionModel(ABC):
     @property
     def frozen(self) -> tuple[str, ...]:
         """Patterns of names in the denoiser's files that full training leaves as they are, and exports take from the
-        base."""
+        base: what no loss can reach. Adapters on such layers do nothing."""
         return ()
+
+    def part_of(self, name: str) -> str:
+        """Return the network that a parameter of the denoiser belongs to, of those of which a step may run some."""
+        return name.partition(".")[0] if len(self.denoiser_parts) > 1 else ""
 
     def frozen_names(self) -> frozenset[str]:
         """The denoiser's parameters that full training leaves as they are."""

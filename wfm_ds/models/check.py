@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a line for each check. Raises ModelError where the family cannot be loaded."""
+    """Print a line for each check, with a dash for one that does not apply. Raises ModelError where the family cannot
+    be loaded."""
     from wfm_ds.contract.case import Case
     from wfm_ds.contract.checks import examine
     from wfm_ds.contract.subject import Subject
@@ -53,11 +54,14 @@ def run(args: argparse.Namespace) -> int:
     findings = []
     for finding in examine(subject):
         findings.append(finding)
-        verdict, sentence = ("kept", "") if finding.sentence is None else ("BROKEN", f": {finding.sentence}")
-        sys.stdout.write(f"{verdict:8}{finding.check}{sentence}\n")
+        verdict = "-" if not finding.applies else "kept" if finding.sentence is None else "BROKEN"
+        why = "" if finding.sentence is None else f": {finding.sentence}"
+        sys.stdout.write(f"{verdict:8}{finding.check}{why}\n")
         sys.stdout.flush()  # each takes a second
-    broken = sum(finding.sentence is not None for finding in findings)
-    sys.stdout.write(f"{subject.model.family}: {len(findings) - broken} of {len(findings)} checks kept\n")
+    applied = [finding for finding in findings if finding.applies]
+    broken = sum(finding.sentence is not None for finding in applied)
+    others = f", {idle} do not apply" if (idle := len(findings) - len(applied)) else ""
+    sys.stdout.write(f"{subject.model.family}: {len(applied) - broken} of {len(applied)} checks kept{others}\n")
     return NOT_KEPT if broken else 0
 
 

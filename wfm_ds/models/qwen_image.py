@@ -35,6 +35,8 @@ FEED_FORWARD = ("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "tx
 BLOCK = "transformer_blocks.{}"
 OWN_NAMES = {name: name for name in (*(f"attn.{target}" for target in TARGETS), *FEED_FORWARD)}
 
+OF_LAST_TEXT = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "txt_mlp")  # in the last block
+
 
 class QwenImage(DiffusionModel):
     """The network's time is sigma, which it rounds to the compute dtype; its output is the velocity."""
@@ -48,6 +50,12 @@ class QwenImage(DiffusionModel):
     comfyui_prefix = "transformer"
     default_side = 1024
     block_classes = (QwenImageTransformerBlock,)
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The last block drops its text tokens: what they ask and become has no effect."""
+        last = BLOCK.format(self.config.num_layers - 1)
+        return tuple(f"{last}.{layer}.*" for layer in OF_LAST_TEXT)
 
     @classmethod
     def check_folder(cls, folder: Path) -> None:

@@ -39,6 +39,8 @@ LORA_NAMES = (
     ),
 )
 
+OF_LAST_TEXT = ("attn.add_q_proj", "attn.norm_added_q")  # in the last block, which has no further layers of the text
+
 
 class StableDiffusion3(DiffusionModel):
     """The network's time is num_train_timesteps * sigma as a float, its output the velocity."""
@@ -57,6 +59,12 @@ class StableDiffusion3(DiffusionModel):
     lora_names = LORA_NAMES
     comfyui_prefix = "transformer"
     block_classes = (JointTransformerBlock,)
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The last block drops its text tokens: what they ask has no effect."""
+        last = BLOCK.format(self.config.num_layers - 1)
+        return tuple(f"{last}.{layer}.*" for layer in OF_LAST_TEXT)
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:

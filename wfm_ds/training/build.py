@@ -89,6 +89,7 @@ def build_engine(
         block_classes=model.block_classes,
         frozen=model.frozen_names(),
         start=start,
+        part_of=model.part_of,
     )
     model.denoiser = engine.forward_module
     return engine

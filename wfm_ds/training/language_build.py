@@ -26,7 +26,7 @@ from wfm_ds.language.data import LanguageData, load_conversations
 from wfm_ds.language.export import LanguageTarget
 from wfm_ds.language.flops import RowWork
 from wfm_ds.language.media import MediaReader
-from wfm_ds.language.model import LanguageModel, load
+from wfm_ds.language.model import LanguageModel, load, part_of
 from wfm_ds.language.packing import RowOrder
 from wfm_ds.language.render import Renderer
 from wfm_ds.language.rows import RowMaker, SampleReader
@@ -205,6 +205,7 @@ def build_engine(recipe: Recipe, world: World, model: LanguageModel) -> Denoiser
         frozen=model.frozen(recipe.language.freeze),
         counts_work=False,
         share=sequence.install,
+        part_of=part_of,
     )
     model.forward_module = engine.forward_module
     model.group = None if world.replica is None else world.replica.group

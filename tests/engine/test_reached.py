@@ -1,0 +1,62 @@
+"""Parameters that train and get no gradient: found before the first step, and not taken for those of an idle part."""
+
+import pytest
+import torch
+from torch import nn
+
+from wfm_ds.distributed.world import World
+from wfm_ds.engine.reached import Reached
+from wfm_ds.errors import ModelError
+
+WORLD = World.alone()
+
+
+def two_parts():
+    return nn.ModuleDict({part: nn.Linear(2, 2) for part in ("first", "second")})
+
+
+def backward(module, part):
+    module[part](torch.ones(1, 2)).sum().backward()
+
+
+def test_what_no_backward_reaches_is_named_once():
+    module = two_parts()
+    reached = Reached(module)
+    backward(module, "first")
+    with pytest.raises(ModelError, match=r"^second.weight, second.bias: no gradient reached") as refusal:
+        reached.check(WORLD)
+    assert refusal.value.agreed
+    reached.check(WORLD)  # it is said once
+
+
+def test_a_part_that_a_step_leaves_out_is_judged_when_it_runs():
+    module = two_parts()
+    reached = Reached(module, part_of=lambda name: name.partition(".")[0])
+    backward(module, "first")
+    reached.check(WORLD)
+    (module["second"].weight * torch.ones(2)).sum().backward()
+    with pytest.raises(ModelError, match=r"^second.bias: "):
+        reached.check(WORLD)
+
+
+def test_a_gradient_of_zeros_is_one_and_what_is_frozen_needs_none():
+    module = two_parts()
+    module["second"].requires_grad_(False)
+    reached = Reached(module)
+    (0 * module["first"](torch.ones(1, 2))).sum().backward()
+    reached.check(WORLD)
+
+
+def test_an_adapter_of_a_frozen_layer_may_stay_without_gradient():
+    module = nn.Module()
+    module.layer = nn.Module()
+    module.layer.lora_A = nn.ModuleDict({"default": nn.Linear(2, 2, bias=False)})
+    Reached(module, frozen={"layer.weight"}).check(WORLD)
+    with pytest.raises(ModelError, match=r"^layer.lora_A.weight: "):
+        Reached(module).check(WORLD)
+
+
+def test_many_are_counted():
+    module = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+    with pytest.raises(ModelError, match=r"^0.weight, 0.bias, 1.weight and 5 more: "):
+        Reached(module).check(WORLD)
