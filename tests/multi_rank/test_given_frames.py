@@ -16,7 +16,7 @@ from wfm_ds.models import registry
 COMMON = ["optimizer.eps=1e-4", "optimizer.lr=3e-2", "run.steps=3", "logging.console=false", "data.max_bad_fraction=.5"]
 CASES = {
     "nft": ("cosmos25_i2v_nft", "cosmos25", []),
-    "flow_grpo": ("wan22_i2v_flow_grpo", "wan22_ti2v", ["algorithm.clip_ratio=0.03"]),
+    "flow_grpo": ("wan22_ti2v_flow_grpo", "wan22_ti2v", ["algorithm.clip_ratio=0.03"]),
     "ddrl": (
         "cosmos25_ddrl",
         "cosmos25",

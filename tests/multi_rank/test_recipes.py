@@ -95,6 +95,7 @@ FAST = {
 # Their tiny recipes train adapters by NFT and Flow-GRPO: what the matrix adds are all weights, and the pictures of SFT.
 FEW = {"flux2": KINDS[:2], "qwen_image": KINDS[:2]}
 FEW |= {"digits": [], "moving": [], "world": []}  # the quickstarts' are an SD3, a Wan 2.1 and a Cosmos3
+FEW |= {"wan21_i2v": [], "wan22_i2v": []}  # prompts alone are not enough for them; their tiny recipes train them
 MATRIX = [(*kind, family) for family in FAMILIES for kind in FEW.get(family, KINDS)]
 EVAL_STEPS = 3  # noise levels of both experts of Wan 2.2
 SMALL_GROUPS = ["rollout.group_size=2", "reward.functions=[{name: jpeg_compressibility}]"]
