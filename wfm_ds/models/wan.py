@@ -100,7 +100,9 @@ class Wan(DiffusionModel):
     def image_conditions(self, pipeline: Any, configs: Sequence[Any]) -> ImageConditions | None:
         """What tells these networks a first frame; None if they take latents alone."""
         latents = pipeline.vae.config.z_dim
-        with_image = 2 * latents + pipeline.vae_scale_factor_temporal  # a mask for each pixel frame, and the image's own
+        with_image = (
+            2 * latents + pipeline.vae_scale_factor_temporal
+        )  # a mask for each pixel frame, and the image's own
         config, *others = configs
         channels, embeds = config.in_channels, config.image_dim is not None
         if any((other.in_channels, other.image_dim) != (channels, config.image_dim) for other in others):
