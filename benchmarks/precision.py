@@ -84,7 +84,7 @@ def velocity(model: DiffusionModel, family: str) -> Tensor:
 
 
 def besides(model: DiffusionModel, family: str) -> Conditioning:
-    """What samples must be told besides a text: of families that are told a first frame, grey ones."""
+    """Tell samples what they must know besides a text: grey first frames in families that are told one."""
     if model.pins_frames:
         return {}
     height, width, frames = SIZES[family]

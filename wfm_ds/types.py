@@ -29,7 +29,7 @@ class Prompt:
     metadata: Mapping[str, Any] = field(default_factory=dict)  # OCR target, GenEval spec, ...: travels to the rewards
     inputs: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict, compare=False)
     """What a sample is told besides the text (data/inputs.py): actions [F-1,D], c2w [F,4,4], intrinsics [F,4], ..., and
-    under FIRST_FRAME the levels [H,W,3], 0 to 255, that its video begins with, for networks that take no latents of it."""
+    under FIRST_FRAME the levels [H,W,3], 0 to 255, that its video begins with, for networks that are told pixels."""
 
 
 @dataclass(frozen=True, slots=True)

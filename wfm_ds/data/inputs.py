@@ -138,8 +138,8 @@ class InputReader:
 
 
 def first_frame(media: Media, framing: Framing, draw: Draw) -> Floats:
-    """Levels [H,W,3], 0 to 255, of the first frame that `load_media` cuts with the same framing and draw, decoded alone.
-    Raises BadMedia as it does."""
+    """Decode the first frame that `load_media` cuts with the same framing and draw: levels [H,W,3], 0 to 255. Raises
+    BadMedia as it does."""
     alone = replace(framing, num_frames=1, span=framing.span or framing.num_frames)
     pixels = load_media(media, alone, draw).astype(np.float32)
     return pixels if pixels.ndim == 3 else pixels[0]

@@ -52,15 +52,15 @@ class Wan(DiffusionModel):
     pipeline_classes = ("WanPipeline", "WanImageToVideoPipeline")
     required_parts = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
     conditioning_keys = frozenset({"prompt_embeds"})
-    default_lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
+    default_lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
     lora_names = LORA_NAMES
     block_classes = (WanTransformerBlock,)
     denoiser_parts: tuple[str, ...] = EXPERTS
     video = True
 
     def __init__(self, pipeline: Any, path: Path, **options: Any) -> None:
-        """Raises ModelError besides what take_denoiser does for a length of texts that diffusers has no way to tell from
-        an image's."""
+        """Raises ModelError, besides what take_denoiser does, for a length of texts that diffusers has no way to tell
+        from an image's."""
         super().__init__(pipeline, path, **options)
         if self.images is not None and self.images.embeds and self.max_sequence_length != TEXT_TOKENS:
             raise ModelError(
@@ -98,7 +98,7 @@ class Wan(DiffusionModel):
         return networks["transformer"] if self.boundary is None else Experts(networks)
 
     def image_conditions(self, pipeline: Any, configs: Sequence[Any]) -> ImageConditions | None:
-        """What tells these networks a first frame; None if they take latents alone."""
+        """Return what tells these networks a first frame; None if they take latents alone."""
         latents = pipeline.vae.config.z_dim
         with_image = (
             2 * latents + pipeline.vae_scale_factor_temporal
@@ -121,8 +121,8 @@ class Wan(DiffusionModel):
             )
         if not hasattr(pipeline, "encode_image") or (embeds and pipeline.image_encoder is None):
             raise ModelError(
-                f"{self.path}: the network takes an image, for which its pipeline has no parts; use a whole pipeline of "
-                "class WanImageToVideoPipeline"
+                f"{self.path}: the network takes an image, for which its pipeline has no parts; use a whole pipeline "
+                "of class WanImageToVideoPipeline"
             )
         return ImageConditions(pipeline, embeds=embeds)
 
@@ -150,7 +150,7 @@ class Wan(DiffusionModel):
     def encode_inputs(
         self, inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]], num_frames: int, size: tuple[int, int]
     ) -> Conditioning:
-        """What ImageConditions makes of first frames. ValueError where a sample has none, or one of another size."""
+        """Encode first frames (ImageConditions). ValueError where a sample has none, or one of another size."""
         if self.images is None:
             return {}
         frames = [row[FIRST_FRAME] for row in inputs if FIRST_FRAME in row]

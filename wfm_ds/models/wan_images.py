@@ -1,5 +1,5 @@
-"""The first frame of a video as Wan's image-to-video networks are told it: channels beside the latents, and in 2.1 CLIP's
-embeddings of the picture."""
+"""The first frame of a video as Wan's image-to-video networks are told it: channels beside the latents, and in 2.1
+CLIP's embeddings of the picture."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class ImageConditions:
         return (CHANNELS, EMBEDS) if self.embeds else (CHANNELS,)
 
     def of(self, frames: Sequence[npt.NDArray[np.uint8]], num_frames: int, device: torch.device) -> Conditioning:
-        """image_channels [B,f+C,T,h,w] float32 for videos of num_frames that begin with frames [H,W,3]: a mask in f, the
-        VAE's factor in time, channels, 1 on the first latent frame, then normalised latents; and, if the network takes
-        them, image_embeds [B,n,D] in the dtype of CLIP."""
+        """Encode what videos of num_frames begin with, frames [H,W,3]: image_channels [B,f+C,T,h,w] float32, in f
+        channels (the VAE's factor in time) a mask that is 1 on the first latent frame, then normalised latents of the
+        frame with grey behind it; and, if the network takes them, image_embeds [B,n,D] in the dtype of CLIP."""
         rows = [self._of(frame, num_frames) for frame in frames]
         return {name: on_device(torch.cat([row[name] for row in rows]), device) for name in rows[0]}
 
