@@ -10,7 +10,15 @@ from wfm_ds.recipe import file as recipe_file
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("sd35m", 2.243), ("sana", 1.605), ("wan1.3b", 1.419), ("wan14b", 14.288), ("cosmos2b", 2.059), ("ti2v5b", 5.0)],
+    [
+        ("sd35m", 2.243),
+        ("sana", 1.605),
+        ("wan1.3b", 1.419),
+        ("wan14b", 14.288),
+        ("wan21_i2v", 16.396),
+        ("cosmos2b", 2.059),
+        ("ti2v5b", 5.0),
+    ],
 )
 def test_released_dimensions_give_the_published_number_of_parameters(name, billions):
     with torch.device("meta"):
