@@ -174,7 +174,8 @@ def clip_huge() -> nn.Module:
         image_size=224,
         patch_size=14,
     )
-    return CLIPVisionModel(config).bfloat16()
+    encoder: nn.Module = CLIPVisionModel(config).bfloat16()
+    return encoder
 
 
 def cosmos3_text(num_layers: int) -> dict[str, tuple[int, ...]]:
