@@ -13,8 +13,9 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,6 +25,10 @@ from wfm_ds.models import registry
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.program import program
 from wfm_ds.recipe.sections import BasePrecision
+from wfm_ds.types import FIRST_FRAME
+
+if TYPE_CHECKING:
+    from wfm_ds.types import Conditioning
 
 SIZES: Mapping[str, tuple[int, int, int]] = {  # height, width, frames
     "sd3": (64, 64, 1),
@@ -33,6 +38,8 @@ SIZES: Mapping[str, tuple[int, int, int]] = {  # height, width, frames
     "wan21": (64, 64, 5),
     "wan22": (64, 64, 5),
     "wan22_ti2v": (64, 64, 9),
+    "wan21_i2v": (64, 64, 5),
+    "wan22_i2v": (64, 64, 5),
     "digits": (8, 8, 1),
     "moving": (32, 32, 5),
     "flux2": (64, 64, 1),
@@ -74,7 +81,16 @@ def velocity(model: DiffusionModel, family: str) -> Tensor:
     """Predictions [B, ...] float32 for the same latents whatever the dtype of the model."""
     shape = model.latent_shape(*SIZES[family])
     latents = torch.randn(len(SIGMAS), *shape, generator=torch.Generator().manual_seed(0))
-    return model.denoise(latents, torch.tensor(SIGMAS), model.encode_text(PROMPTS)).float()
+    return model.denoise(latents, torch.tensor(SIGMAS), model.encode_text(PROMPTS) | besides(model, family)).float()
+
+
+def besides(model: DiffusionModel, family: str) -> Conditioning:
+    """Tell samples what they must know besides a text: grey first frames in families that are told one."""
+    if model.pins_frames:
+        return {}
+    height, width, frames = SIZES[family]
+    levels = [np.full((height, width, 3), 50.0 * k, np.float32) for k in range(len(PROMPTS))]
+    return model.encode_inputs([{FIRST_FRAME: frame} for frame in levels], frames, (height, width))
 
 
 def percent(found: Tensor, wanted: Tensor) -> float:

@@ -37,12 +37,14 @@ from diffusers import (
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
 from torch import Tensor, nn
+from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
@@ -113,6 +115,7 @@ wan = partial(
     qk_norm="rms_norm_across_heads",
 )
 wan_14b = partial(wan, num_layers=40, num_attention_heads=40, ffn_dim=13824)
+wan_i2v = partial(wan_14b, in_channels=36)
 cosmos = partial(
     CosmosTransformer3DModel,
     patch_size=(1, 2, 2),
@@ -172,6 +175,20 @@ wan22_vae = partial(
     latents_mean=[0.0] * 48,  # its shape counts here, not its values
     latents_std=[1.0] * 48,
 )
+
+
+def clip_huge() -> nn.Module:
+    """The images' encoder of Wan 2.1, ViT-H/14."""
+    config = CLIPVisionConfig(
+        hidden_size=1280,
+        intermediate_size=5120,
+        num_hidden_layers=32,
+        num_attention_heads=16,
+        image_size=224,
+        patch_size=14,
+    )
+    encoder: nn.Module = CLIPVisionModel(config).bfloat16()
+    return encoder
 
 
 def cosmos3_text(num_layers: int) -> dict[str, tuple[int, ...]]:
@@ -347,6 +364,30 @@ RELEASED = {
         conditioning={"prompt_embeds": (512, 4096)},
         size=(480, 832, 81),
         other_parts={"transformer_2": lambda: wan_14b().bfloat16(), "boundary_ratio": lambda: 0.875},
+        text_parameters=UMT5_XXL,
+    ),
+    "wan21_i2v": Released(
+        title="Wan 2.1 I2V 14B",
+        folder="Wan2.1-I2V-14B-480P-Diffusers",
+        pipeline=WanImageToVideoPipeline,
+        transformer=partial(wan_i2v, image_dim=1280, added_kv_proj_dim=5120),
+        vae=AutoencoderKLWan,
+        scheduler=wan_unipc,
+        conditioning={"prompt_embeds": (512, 4096)},
+        size=(480, 832, 81),
+        other_parts={"image_encoder": clip_huge},
+        text_parameters=UMT5_XXL,
+    ),
+    "wan22_i2v": Released(
+        title="Wan 2.2 I2V A14B",
+        folder="Wan2.2-I2V-A14B-Diffusers",
+        pipeline=WanImageToVideoPipeline,
+        transformer=wan_i2v,
+        vae=AutoencoderKLWan,
+        scheduler=wan_unipc,
+        conditioning={"prompt_embeds": (512, 4096)},
+        size=(480, 832, 81),
+        other_parts={"transformer_2": lambda: wan_i2v().bfloat16(), "boundary_ratio": lambda: 0.9},
         text_parameters=UMT5_XXL,
     ),
     "ti2v5b": Released(

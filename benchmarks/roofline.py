@@ -91,6 +91,7 @@ def counted(known: Released, batch: int) -> tuple[Costs, int, int]:
     model, costs = known.load(), Costs()
     shape = model.latent_shape(*known.size)
     texts = {name: tensor.expand(batch, *tensor.shape[1:]) for name, tensor in known.texts(frozen=False).items()}
+    texts |= {name: torch.empty(batch, *found, device="meta") for name, found in model.input_shapes(shape).items()}
     latents, sigma = torch.empty(batch, *shape, device="meta"), torch.empty(batch, device="meta")
     with torch.no_grad(), Operators(costs), Attention(costs):
         model.denoise(latents, sigma, texts, 0)

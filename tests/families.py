@@ -109,6 +109,8 @@ CASES = {
         blocks=("layers",),
     ),
     "wan21": Case(size=(32, 48, 5), blocks=WAN),
+    "wan21_i2v": Case(size=(32, 48, 5), blocks=WAN, one_by_one=True),
+    "wan22_i2v": Case(size=(32, 48, 5), blocks=WAN, one_by_one=True, sigmas=((0.97, 0.93), (0.8, 0.3))),
     "moving": Case(size=(32, 32, 5), blocks=WAN),
     "wan22": Case(size=(32, 48, 5), blocks=WAN, sigmas=((0.97, 0.9), (0.8, 0.3))),
     "wan22_ti2v": Case(size=(64, 32, 9), blocks=WAN, given=ti2v_given),

@@ -141,6 +141,21 @@ def test_videos_begin_with_the_first_frame(tiny_pipelines, tmp_path, monkeypatch
     assert not (tmp_path / "none").exists()
 
 
+def test_models_that_are_told_a_first_frame_make_nothing_without(tiny_pipelines, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("a cat\n")
+    common = ["--model", str(tiny_pipelines("wan22_i2v")), "--prompts", str(tmp_path / "a.txt"), "--frames", "5", *SIZE]
+    drawn = []
+    for level in (20, 220):
+        picture = np.full((48, 32, 3), level, np.uint8)
+        Image.fromarray(picture).save(tmp_path / "a.png")
+        out = tmp_path / str(level)
+        assert main([*common, "--first-frame", str(tmp_path / "a.png"), "--out", str(out)]) == 0
+        drawn.append((out / lines(out)[0]["file"]).read_bytes())
+    assert drawn[0] != drawn[1]
+    assert main([*common, "--out", str(tmp_path / "none")]) == 2
+    assert "makes videos from an image alone: name one with --first-frame" in capsys.readouterr().err
+
+
 def test_full_export_is_a_pipeline(pipeline, prompts, tmp_path):
     model = registry.load(pipeline, dtype=torch.float32, device="cpu")
     with torch.no_grad():

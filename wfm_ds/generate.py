@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
+    from wfm_ds.models.base import DiffusionModel
     from wfm_ds.models.sampler import Sampler
     from wfm_ds.monitoring.samples import ShownSample
     from wfm_ds.recipe.sampling import SamplingRecipe
@@ -197,11 +198,21 @@ def is_low_precision(args: argparse.Namespace, device: torch.device) -> bool:
 
 
 def draw(args: argparse.Namespace, prompts: Sequence[Prompt]) -> None:
+    import numpy as np
+
+    from wfm_ds.types import FIRST_FRAME
+
     sampler = load_sampler(args, () if args.actions is None else ("actions",))
+    check_may_begin(sampler.model, args.first_frame)
     sampler.model.check_prompts([prompt.text for prompt in prompts])
-    inputs = told(sampler, args)
+    inputs, frame = told(sampler, args), None
+    if args.first_frame is not None:
+        picture = first_picture(sampler, args.first_frame)
+        if sampler.model.pins_frames:
+            frame = pinned_frame(sampler, picture)
+        else:
+            inputs[FIRST_FRAME] = picture.astype(np.float32)
     prompts = [replace(prompt, inputs=inputs) for prompt in prompts]
-    frame = first_frame(sampler, args.first_frame)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         write(sampler, [(prompt, seed) for prompt in prompts for seed in args.seeds], args, frame)
@@ -277,22 +288,29 @@ def load_sampler(args: argparse.Namespace, inputs: Sequence[str] = ()) -> Sample
     return sampler
 
 
-def first_frame(sampler: Sampler, file: Path | None) -> torch.Tensor | None:
-    """The latents [C,T,h,w] of a video that begins with this image, cut to size around its middle. Raises UserError for
-    a model that continues no images, and for a file that is no image."""
+def first_picture(sampler: Sampler, file: Path) -> npt.NDArray[np.uint8]:
+    """Pixels [H,W,3] of an image, cut to size around its middle. Raises UserError for a file that is no image."""
     from wfm_ds.data.media import load_media
     from wfm_ds.data.pixels import Framing, centre
     from wfm_ds.data.samples import LocalFile
+
+    framing = Framing(height=sampler.settings.height, width=sampler.settings.width, max_upscale=math.inf)
+    return load_media(LocalFile(str(file)), framing, centre)
+
+
+def pinned_frame(sampler: Sampler, picture: npt.NDArray[np.uint8]) -> torch.Tensor:
+    """The latents [C,T,h,w] of a video of which these pixels [H,W,3] are the first frame and the rest is unknown."""
     from wfm_ds.models.conditional_frames import padded
 
-    if file is None:
-        return None
-    model, settings = sampler.model, sampler.settings
-    if 1 not in model.conditional_frames:
+    return padded(sampler.model.encode_media([picture])[0], sampler.latent_shape[1])
+
+
+def check_may_begin(model: DiffusionModel, file: Path | None) -> None:
+    """Raises UserError for an image that the model does not continue, and for a model that makes nothing without."""
+    if file is not None and 1 not in model.conditional_frames:
         raise UserError(f"--first-frame: {model.family} ({model.path}) takes no given frames; leave it out")
-    framing = Framing(height=settings.height, width=settings.width, max_upscale=math.inf)
-    image = load_media(LocalFile(str(file)), framing, centre)
-    return padded(model.encode_media([image])[0], sampler.latent_shape[1])
+    if file is None and 0 not in model.conditional_frames:
+        raise UserError(f"{model.path} makes videos from an image alone: name one with --first-frame")
 
 
 def told(sampler: Sampler, args: argparse.Namespace) -> dict[str, npt.NDArray[np.float32]]:
@@ -332,7 +350,7 @@ def told(sampler: Sampler, args: argparse.Namespace) -> dict[str, npt.NDArray[np
 def write(
     sampler: Sampler, items: Sequence[tuple[Prompt, int]], args: argparse.Namespace, frame: torch.Tensor | None = None
 ) -> None:
-    """Write every file as soon as it is drawn, the table and the page at the end. frame: see first_frame."""
+    """Write every file as soon as it is drawn, the table and the page at the end. frame: see pinned_frame."""
     from wfm_ds.monitoring import gallery
     from wfm_ds.monitoring.samples import write_media, write_table
 
@@ -361,7 +379,7 @@ def write(
 def drawn(
     sampler: Sampler, items: Sequence[tuple[Prompt, int]], batch: int, frame: torch.Tensor | None = None
 ) -> Iterator[tuple[ShownSample, bool]]:
-    """The samples in the order of the items, and whether their latents were finite. frame: see first_frame."""
+    """The samples in the order of the items, and whether their latents were finite. frame: see pinned_frame."""
     import torch
 
     from wfm_ds.chunks import chunks

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     """Text embeddings and masks by name, batch first."""
 
 
+FIRST_FRAME = "first_frame"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """A description of what a sample shall show."""
@@ -25,7 +28,8 @@ class Prompt:
     negative_text: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)  # OCR target, GenEval spec, ...: travels to the rewards
     inputs: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict, compare=False)
-    """What a sample is told besides the text (data/inputs.py): actions [F-1,D], c2w [F,4,4], intrinsics [F,4], ..."""
+    """What a sample is told besides the text (data/inputs.py): actions [F-1,D], c2w [F,4,4], intrinsics [F,4], ..., and
+    under FIRST_FRAME the levels [H,W,3], 0 to 255, that its video begins with, for networks that are told pixels."""
 
 
 @dataclass(frozen=True, slots=True)

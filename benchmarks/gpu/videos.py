@@ -47,7 +47,7 @@ class Subject:
     def released(cls, name: str, device: torch.device, layers: int | None) -> Subject:
         known = RELEASED[name]
         model = known.load(device, **({} if layers is None else {"num_layers": layers}))
-        shapes = known.conditioning
+        shapes = {**known.conditioning, **model.input_shapes(model.latent_shape(*known.size))}
         texts = {
             key: torch.ones(1, *shape, device=device, dtype=torch.int64)
             if key.endswith("mask")

@@ -17,7 +17,9 @@ ADVANTAGES = [0.5, -1.5, None, 1.0, 0.0, -1.0]  # of two groups of three
 
 def dgpo(**keys):
     recipe = recipe_of(**keys)
-    built = build_rl(recipe, torch.linspace(1, 0, 6, dtype=FP64), SimpleNamespace(flow_shift=lambda sampling: 3.0))
+    built = build_rl(
+        recipe, torch.linspace(1, 0, 6, dtype=FP64), SimpleNamespace(flow_shift=lambda sampling: 3.0, pinned=tuple)
+    )
     assert isinstance(built, Dgpo)
     return built
 

@@ -18,7 +18,7 @@ from wfm_ds.sampling.schedule import unshifted
 from wfm_ds.types import Prompt, Rollout
 
 FP64 = torch.float64
-SHIFTED = SimpleNamespace(flow_shift=lambda sampling: 3.0)
+SHIFTED = SimpleNamespace(flow_shift=lambda sampling: 3.0, pinned=tuple)
 STRATIFIED = {"levels": "stratified", "num_levels": 4}
 ADVANTAGES = [0.5, None, 0.0, -2.0]
 

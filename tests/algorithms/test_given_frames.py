@@ -47,7 +47,7 @@ def algorithm(**keys):
             }
         ),
         GRID,
-        SimpleNamespace(flow_shift=lambda sampling: 1.0, family="f", sigma_ranges=[(0.0, 1.0)]),
+        SimpleNamespace(flow_shift=lambda sampling: 1.0, family="f", sigma_ranges=[(0.0, 1.0)], pinned=tuple),
     )
 
 

@@ -236,10 +236,10 @@ def test_a_mask_of_another_shape_is_refused():
 
 
 def test_every_number_of_given_frames_in_the_range_has_the_same_share():
-    counts = conditional_counts(sft(max_num_conditional_frames=2), [(i + 0.5) / 300 for i in range(300)])
+    counts = conditional_counts((0, 2), [(i + 0.5) / 300 for i in range(300)])
     assert counts.bincount().tolist() == [100, 100, 100]
-    always_two = sft(min_num_conditional_frames=2, max_num_conditional_frames=2)
-    assert conditional_counts(always_two, [0.0, 1 - 2**-53]).tolist() == [2, 2]
+    assert conditional_counts((0, 0), [0.5]) is None
+    assert conditional_counts((2, 2), [0.0, 1 - 2**-53]).tolist() == [2, 2]
     with pytest.raises(ValueError, match="min_num_conditional_frames 1 is above max_num_conditional_frames 0"):
         sft(min_num_conditional_frames=1)
 

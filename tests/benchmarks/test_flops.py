@@ -15,6 +15,7 @@ from wfm_ds.recipe import file as recipe_file
         ("sana", 1.605),
         ("wan1.3b", 1.419),
         ("wan14b", 14.288),
+        ("wan21_i2v", 16.395),
         ("cosmos2b", 2.059),
         ("ti2v5b", 5.0),
         ("z_image", 6.155),

@@ -18,8 +18,9 @@ from wfm_ds.checkpoint.lora_layouts import comfyui, kohya
 from wfm_ds.checkpoint.target import ExportTarget
 from wfm_ds.engine.targets import adapted_names
 from wfm_ds.models import registry
+from wfm_ds.models.wan import OF_IMAGES
 
-FAMILIES = ("sd3", "sana", "sana_video", "cosmos25", "wan21", "wan22", "flux2", "qwen_image", "z_image")
+FAMILIES = ("sd3", "sana", "sana_video", "cosmos25", "wan21", "wan22", "wan21_i2v", "flux2", "qwen_image", "z_image")
 RANK, ALPHA = 4, 10.0
 
 
@@ -50,6 +51,7 @@ def export(tiny_pipelines, tmp_path):
         folder = tiny_pipelines(family)
         target, weights = ExportTarget(folder, denoiser_parts(folder)), weights_of(folder)
         targets = registry.family_of(folder).default_lora_targets
+        targets = (*targets, *OF_IMAGES) if family == "wan21_i2v" else targets
         parts = {part: layers_of(target.bare(part), targets, weights(part), dora) for part in target.parts}
         settings = settings_of(parts, {}, {"base_model_name_or_path": str(folder)})
         lora = tmp_path / family / "lora"

@@ -16,7 +16,8 @@ from wfm_ds.models import registry
 COMMON = ["optimizer.eps=1e-4", "optimizer.lr=3e-2", "run.steps=3", "logging.console=false", "data.max_bad_fraction=.5"]
 CASES = {
     "nft": ("cosmos25_i2v_nft", "cosmos25", []),
-    "flow_grpo": ("wan22_i2v_flow_grpo", "wan22_ti2v", ["algorithm.clip_ratio=0.03"]),
+    "told": ("wan22_i2v_nft", "wan22_i2v", []),  # of an image; all frames are noise
+    "flow_grpo": ("wan22_ti2v_flow_grpo", "wan22_ti2v", ["algorithm.clip_ratio=0.03"]),
     "ddrl": (
         "cosmos25_ddrl",
         "cosmos25",
@@ -28,7 +29,7 @@ CASES = {
         ],
     ),
 }
-RUNS = ("nft", "flow_grpo")
+RUNS = ("nft", "told", "flow_grpo")
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +133,7 @@ def test_sft_draws_begin_with_the_frames_of_what_is_held_out(one_rank, tiny_pipe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "ranks"), [("nft", 1), ("flow_grpo", 2), ("ddrl", 2)])
+@pytest.mark.parametrize(("case", "ranks"), [("nft", 1), ("told", 2), ("flow_grpo", 2), ("ddrl", 2)])
 def test_workers_are_told_the_frames(case, ranks, one_rank, two_ranks, tiny_pipelines, images, tmp_path):
     """Of Flow-GRPO half of the groups have none, and the second rank reads what the first one sends."""
     group = one_rank if ranks == 1 else two_ranks

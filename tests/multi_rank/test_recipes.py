@@ -69,6 +69,11 @@ TWINS = {
     "wan22_video_nft": "wan_nft",
     "cp_video_nft": "cosmos25_nft",
     "wan22_sft_lora": "wan22_sft_lora",
+    "wan21_i2v_sft_lora": "wan21_i2v_sft_lora",
+    "wan21_i2v_nft": "wan22_i2v_nft",
+    "wan22_i2v_sft_lora": "wan21_i2v_sft_lora",
+    "wan22_i2v_nft": "wan22_i2v_nft",
+    "wan22_i2v_flow_grpo": "wan22_i2v_flow_grpo",
     "cosmos3_edge_sft": "cosmos3_sft",
     "cosmos3_nano_sft": "cosmos3_sft",
     "cosmos3_nano_actions_sft": "cosmos3_sft",
@@ -95,6 +100,7 @@ FAST = {
 # Their tiny recipes train adapters by NFT and Flow-GRPO: what the matrix adds are all weights, and the pictures of SFT.
 FEW = {"flux2": KINDS[:2], "qwen_image": KINDS[:2], "z_image": KINDS[:2]}
 FEW |= {"digits": [], "moving": [], "world": []}  # the quickstarts' are an SD3, a Wan 2.1 and a Cosmos3
+FEW |= {"wan21_i2v": [], "wan22_i2v": []}  # prompts alone are not enough for them; their tiny recipes train them
 MATRIX = [(*kind, family) for family in FAMILIES for kind in FEW.get(family, KINDS)]
 EVAL_STEPS = 3  # noise levels of both experts of Wan 2.2
 SMALL_GROUPS = ["rollout.group_size=2", "reward.functions=[{name: jpeg_compressibility}]"]

@@ -232,6 +232,16 @@ def test_size_that_the_family_cannot_make_is_a_recipe_error(rl):
         ("cosmos25", ["sampling.num_frames=5", "algorithm.max_num_conditional_frames=3"], "takes 0 or 1 or 2 given"),
         ("cosmos25", ["sampling.num_frames=4"], r"sampling: num_frames must be 4 \* k \+ 1"),
         ("cosmos25", ["sampling.num_frames=5"], None),
+        ("wan22_i2v", ["sampling.num_frames=5"], "1: wan takes 1 given latent frames; change the range 0 to 1"),
+        (
+            "wan22_i2v",
+            [
+                "sampling.num_frames=9",
+                "algorithm.min_num_conditional_frames=1",
+                "algorithm.max_num_conditional_frames=2",
+            ],
+            "2: wan takes 1 given latent frames; change the range 1 to 2",
+        ),
     ],
 )
 def test_given_frames_that_the_family_cannot_take_are_a_recipe_error(sft, tiny_pipelines, family, overrides, message):

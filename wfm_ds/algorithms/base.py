@@ -65,6 +65,8 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
         are only planned or counted. Raises RecipeError for what cannot work on the grid."""
         self.settings = recipe.rl.algorithm
         self.run_seed, self.sampling, self.grid = recipe.run.seed, recipe.sampling, sigmas
+        given = self.settings.num_conditional_frames
+        self.gives_frames = (given if model is None else model.pinned(given))[1] > 0
 
     @abstractmethod
     def plan(self, step: int) -> Plan:
@@ -90,7 +92,7 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
 
     def conditional_frames(self, samples: Sequence[Rollout], device: torch.device) -> ConditionalFrames | None:
         """Return the frames that these samples were given, for `assemble`; None in a run that gives none."""
-        if self.settings.num_conditional_frames[1] == 0:
+        if not self.gives_frames:
             return None
         latents = torch.stack([sample.data for sample in samples if sample.data is not None])
         counts = torch.tensor([sample.num_conditional_frames for sample in samples])

@@ -173,10 +173,10 @@ def loss_weight(kind: str, sigma: Tensor) -> Tensor:
     raise ValueError(f"{kind!r} is not a loss weighting; choose none, sigma_sqrt, cosmap, edm and min_snr")
 
 
-def conditional_counts(algorithm: SupervisedSettings, draws: Sequence[float]) -> Tensor | None:
-    """The number of first latent frames that each sample is given: [B] int64, uniform over the recipe's range by its
-    draw in [0, 1). None where the recipe gives none."""
-    low, high = algorithm.min_num_conditional_frames, algorithm.max_num_conditional_frames
+def conditional_counts(num_frames: tuple[int, int], draws: Sequence[float]) -> Tensor | None:
+    """The number of first latent frames that each sample is given: [B] int64, uniform over this range, both ends in it,
+    by its draw in [0, 1). None where none is given."""
+    low, high = num_frames
     if high == 0:
         return None
     return torch.tensor([low + int(u * (high - low + 1)) for u in draws])

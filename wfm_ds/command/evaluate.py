@@ -224,7 +224,12 @@ def sampler_of(args: argparse.Namespace, entry: Entry) -> Sampler:
 
     sys.stderr.write(f"loading {entry.given}\n")
     given = {**vars(args), "model": entry.model, "pipeline": None, "lora": entry.lora, "revision": entry.revision}
-    return load_sampler(argparse.Namespace(**given))
+    sampler = load_sampler(argparse.Namespace(**given))
+    if 0 not in sampler.model.conditional_frames:
+        raise UserError(
+            f"{entry.given} makes videos from an image, and here is none: see what its run's validation says"
+        )
+    return sampler
 
 
 def free_memory() -> None:

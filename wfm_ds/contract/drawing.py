@@ -32,12 +32,12 @@ def latents_with_a_negative_prompt(subject: Subject) -> None:
 def _same_latents(subject: Subject, w: float, negative: str | None) -> None:
     model, case = subject.model, subject.case
     grid = model.sigmas(5, subject.shape)
-    call = model.pipeline_call(w, *subject.size) | {"generator": subject.generators()}
+    call = subject.stock_call(w) | {"generator": subject.generators()}
     if negative is not None:
         call["negative_prompt"] = negative
     want = subject.drawn(subject.stock(), grid, **call)
     null = model.caption(model.null_text(negative), *subject.size, negative=True)
-    uncond = model.encode_negative([null] * 2) if w > 1 else None
+    uncond = model.encode_negative([null] * 2) | subject.besides(model) if w > 1 else None
     told = subject.told(model, PROMPTS)
     got = denoise_latents(model, subject.noise(), told, grid, solver="ode", guidance_scale=w, uncond=uncond)
     require_close(f"the latents of two prompts at a guidance of {w:g}", got, want, case.close)
@@ -47,7 +47,7 @@ def decoded_pixels(subject: Subject) -> None:
     """Decoding gives the pixels that the stock pipeline gives, in the documented layout."""
     model, case = subject.model, subject.case
     pipeline, grid = subject.stock(), model.sigmas(2, subject.shape)
-    call = model.pipeline_call(1.0, *subject.size)
+    call = subject.stock_call(1.0)
     latents = subject.drawn(pipeline, grid, generator=subject.generators(), **call)
     want = draw(pipeline, case, grid, generator=subject.generators(), **call, output_type="pt")
     got = model.decode(latents)
@@ -74,9 +74,10 @@ def texts_stacked(subject: Subject) -> None:
     """Texts encoded one by one and stacked give the velocities of those encoded together."""
     model = subject.model
     latents, sigma, _ = subject.one_call(model)
+    besides = subject.besides(model)
     stacked = model.stack([model.encode_text([prompt]) for prompt in PROMPTS])
     with torch.no_grad():
-        want, got = (model.denoise(latents, sigma, each) for each in (model.encode_text(PROMPTS), stacked))
+        want, got = (model.denoise(latents, sigma, each | besides) for each in (model.encode_text(PROMPTS), stacked))
     require_close("the velocities of stacked texts", got, want, subject.case.close)
 
 
@@ -85,7 +86,8 @@ def prompts_matter(subject: Subject) -> None:
     model = subject.model
     noise = subject.noise(1)
     noise = noise.repeat(2, *[1] * (noise.ndim - 1))
-    latents = denoise_latents(model, noise, model.encode_text(PROMPTS), model.sigmas(2, subject.shape), solver="ode")
+    told = model.encode_text(PROMPTS) | model.repeat(subject.besides(model, 1), 2)
+    latents = denoise_latents(model, noise, told, model.sigmas(2, subject.shape), solver="ode")
     one, other = model.decode(latents)
     most = float((one - other).abs().max())
     require(most > PROMPT_MATTERS, f"two prompts differ by {most:.1g} in pixels, less than {PROMPT_MATTERS:g}")

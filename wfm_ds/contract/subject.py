@@ -8,13 +8,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from PIL import Image
 from torch import Tensor
 
 from wfm_ds.contract.case import PROMPTS, Case, Inputs, denoise_latents, draw, stock
 from wfm_ds.models import registry
 from wfm_ds.models.conditional_frames import with_conditional_frames
 from wfm_ds.sampling.noise import seeded_normal
+from wfm_ds.types import FIRST_FRAME
 
 if TYPE_CHECKING:
     from wfm_ds.models.base import DiffusionModel
@@ -112,16 +116,37 @@ class Subject:
         return torch.rand(shape, generator=torch.Generator().manual_seed(5))
 
     def one_call(self, model: DiffusionModel, count: int = 2, expert: int = 0) -> tuple[Tensor, Tensor, Conditioning]:
-        """Arguments of one `denoise`: another sigma, prompt and number of conditional frames for each sample."""
-        noise, conditioning = self.noise(count), model.encode_text(PROMPTS[:count])
-        if len(model.conditional_frames) > 1:
+        """Arguments of one `denoise`: another sigma, prompt and first frame or number of them for each sample."""
+        noise, conditioning = self.noise(count), model.encode_text(PROMPTS[:count]) | self.besides(model, count)
+        if model.may_pin:
             latents, most = model.encode_pixels(self.pixels(count)), max(model.conditional_frames)
             conditioning = with_conditional_frames(conditioning, latents, torch.tensor([0, most])[:count])
         return noise, torch.tensor(self.case.sigmas[expert])[:count], conditioning
 
     def told(self, model: DiffusionModel, prompts: Sequence[str]) -> Conditioning:
-        """The prompts as a run encodes them: with what the family's pipeline writes into them."""
-        return model.encode_text([model.caption(prompt, *self.size) for prompt in prompts])
+        """The prompts as a run encodes them: with what the family's pipeline writes into them, and beside first frames
+        where it is told any."""
+        text = model.encode_text([model.caption(prompt, *self.size) for prompt in prompts])
+        return text | self.besides(model, len(prompts))
+
+    def besides(self, model: DiffusionModel, count: int = 2) -> Conditioning:
+        """The conditioning of so many samples that each must have besides its text."""
+        if model.pins_frames:
+            return {}
+        height, width, frames = self.size
+        told = [{FIRST_FRAME: picture.astype(np.float32)} for picture in self.pictures[:count]]
+        return model.encode_inputs(told, frames, (height, width))
+
+    @cached_property
+    def pictures(self) -> list[npt.NDArray[np.uint8]]:
+        """A first frame [H,W,3] for each of PROMPTS."""
+        draw = np.random.default_rng(5)
+        return [draw.integers(0, 256, (*self.size[:2], 3)).astype(np.uint8) for _ in PROMPTS]
+
+    def stock_call(self, w: float) -> dict[str, Any]:
+        """Arguments of the stock call for PROMPTS."""
+        call = self.model.pipeline_call(w, *self.size)
+        return call if self.model.pins_frames else call | {"image": [Image.fromarray(one) for one in self.pictures]}
 
     def sampled(self, model: DiffusionModel, steps: int = 3) -> Tensor:
         """Our own latents of PROMPTS and SEEDS, without guidance."""

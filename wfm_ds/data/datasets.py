@@ -259,7 +259,7 @@ def dealt(samples: Sequence[Sample], buckets: Buckets, world: World, workers: in
 
 
 def inputs_of(recipe: Recipe, model: TellableModel, data: TrainingData) -> InputReader | None:
-    """Return the reader of what the samples are told; None if data.inputs names nothing."""
+    """Return the reader of what the samples are told; None if that is nothing."""
     known = data.actions
     width, scaling = (None, None) if known is None else (known.width, known.scaling)
     return InputReader.of(recipe, model, width=width, scaling=scaling)
@@ -336,6 +336,7 @@ def batch_source(
             framing=buckets.framings[0],
             max_bad_fraction=recipe.data.max_bad_fraction,
             workers=recipe.data.workers,
+            inputs=inputs,
         )
     return BatchSource(
         data.samples,

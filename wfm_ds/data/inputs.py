@@ -3,7 +3,8 @@
 A value is a key of NAME.json, or one of its map `camera`: a number, a list of numbers, or the name of an .npy file
 below the folder of the medium. `actions` [N-1,D] move frame i to i + 1, `c2w` [N,4,4] and `intrinsics` [4] or [N,4] are
 of the frames of the file, anything else is taken whole. A start that is an image has a trajectory of exactly a sample's
-length.
+length. FIRST_FRAME is named by no recipe: models that are told the frame that a video begins with get it of the medium
+itself.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from wfm_ds.data.media import clip_frames, media_size
+from wfm_ds.data.media import clip_frames, load_media, media_size
 from wfm_ds.data.npy import floats_of, read_npy
 from wfm_ds.data.pixels import BadMedia, Draw, Framing, crop_box
 from wfm_ds.data.samples import IMAGE_SUFFIXES, LocalFile, Media, Sample, StoredFile
@@ -33,7 +34,7 @@ from wfm_ds.data.trajectories import (
 )
 from wfm_ds.recipe.data import ActionsRecipe
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.types import Prompt
+from wfm_ds.types import FIRST_FRAME, Prompt
 
 READ_ERRORS = (OSError, ValueError, KeyError)
 CAMERA = "camera"
@@ -52,6 +53,9 @@ class TellableModel(Protocol):
     @property
     def takes(self) -> Mapping[str, TakenInput]: ...
 
+    @property
+    def pins_frames(self) -> bool: ...
+
     def encode_inputs(self, inputs: Sequence[Mapping[str, Floats]], num_frames: int, size: tuple[int, int], /) -> Any:
         """Raises ValueError for inputs that the family cannot use."""
 
@@ -66,14 +70,16 @@ class InputReader:
     width: int | None  # numbers of an action; None: there are no actions
     scaling: Scaling | None
     check: Callable[[Mapping[str, Floats]], object]  # raises ValueError for inputs that the model cannot use
+    first_frame: bool = False  # the model is told that too
 
     @classmethod
     def of(
         cls, recipe: Recipe, model: TellableModel, *, width: int | None, scaling: Scaling | None
     ) -> InputReader | None:
-        """Return the reader of a recipe's inputs, which the model takes; None if it names none. width, scaling: see
+        """Return the reader of a recipe's inputs, which the model takes; None if it is told none. width, scaling: see
         actions.py."""
-        if not recipe.data.inputs:
+        first_frame = recipe.algorithm.num_conditional_frames[1] > 0 and not model.pins_frames
+        if not (recipe.data.inputs or first_frame):
             return None
         size = recipe.sampling
         return cls(
@@ -83,11 +89,20 @@ class InputReader:
             width=width,
             scaling=scaling,
             check=lambda told: model.encode_inputs([told], size.num_frames, (size.height, size.width)),
+            first_frame=first_frame,
         )
 
     def prompt(self, sample: Sample, framing: Framing, draw: Draw) -> Prompt:
         """Return the sample's prompt with the inputs of the clip that `load_media` cuts of its medium with the same
         framing and draw. Raises BadMedia: `bad_actions`, `bad_input`, and what the medium is refused for."""
+        found = self._named(sample, framing, draw) if self.ranks else {}
+        if self.first_frame:
+            found[FIRST_FRAME] = first_frame(sample.media, framing, draw)
+        metadata = without_inputs(sample.prompt.metadata, list(self.ranks))
+        return replace(sample.prompt, inputs=found, metadata=metadata)
+
+    def _named(self, sample: Sample, framing: Framing, draw: Draw) -> dict[str, Floats]:
+        """The inputs that data.inputs names."""
         is_image = sample.media.suffix in IMAGE_SUFFIXES
         frames, total = (range(self.num_frames), None) if is_image else clip_frames(sample.media, framing, draw)
         found: dict[str, Floats] = {}
@@ -99,8 +114,7 @@ class InputReader:
                     found[name] = framed_intrinsics(found[name], sample.media, framing, draw)
         with refusing(next(iter(found)), sample.media):
             self.check(found)
-        metadata = without_inputs(sample.prompt.metadata, list(self.ranks))
-        return replace(sample.prompt, inputs=found, metadata=metadata)
+        return found
 
     def _cut(self, name: str, raw: Floats, frames: Sequence[int], total: int) -> Floats:
         """Raises ValueError for an array of another size, or that is not finite."""
@@ -121,6 +135,14 @@ class InputReader:
         if raw.ndim != self.ranks[name]:
             raise ValueError(f"it has {raw.ndim} axes, and the model takes {self.ranks[name]}")
         return raw
+
+
+def first_frame(media: Media, framing: Framing, draw: Draw) -> Floats:
+    """Decode the first frame that `load_media` cuts with the same framing and draw: levels [H,W,3], 0 to 255. Raises
+    BadMedia as it does."""
+    alone = replace(framing, num_frames=1, span=framing.span or framing.num_frames)
+    pixels = load_media(media, alone, draw).astype(np.float32)
+    return pixels if pixels.ndim == 3 else pixels[0]
 
 
 @contextlib.contextmanager

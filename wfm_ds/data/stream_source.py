@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.pixels import Framing
 from wfm_ds.data.reading import Candidate, Reader, TrainingSample, places
 from wfm_ds.data.samples import REASONS
@@ -37,9 +38,12 @@ class StreamSource(Reader):
         framing: Framing,
         max_bad_fraction: float,
         workers: int = 2,
+        inputs: InputReader | None = None,
     ) -> None:
         """`opened`: opens the stream at its first row; called at the first batch, and so by leaders alone."""
-        super().__init__(global_batch=global_batch, seed=seed, max_bad_fraction=max_bad_fraction, workers=workers)
+        super().__init__(
+            global_batch=global_batch, seed=seed, max_bad_fraction=max_bad_fraction, workers=workers, inputs=inputs
+        )
         self._opened, self._framing = opened, framing
         self._stream: HfStream | None = None
         self._mark: dict[str, Any] | None = None  # behind the last batch; None: the first row

@@ -58,7 +58,7 @@ class DiffusionModel(ABC):
     family: ClassVar[str]
     pipeline_classes: ClassVar[tuple[str, ...]]  # matched against model_index.json:_class_name
     conditioning_keys: ClassVar[frozenset[str]]  # what encode_text returns and denoise expects, exactly
-    default_lora_targets: ClassVar[tuple[str, ...]]  # suffixes of linear layers; {} is the number of a block
+    default_lora_targets: tuple[str, ...]  # suffixes of linear layers; {} is the number of a block
     lora_names: ClassVar[tuple[LoraName, ...]] = ()  # what other tools call the layers (models/lora_names.py)
     comfyui_prefix: ClassVar[Literal["transformer", "diffusion_model"]] = "diffusion_model"  # with it: original names
     required_parts: ClassVar[tuple[str, ...]]  # names in model_index.json that must not be null
@@ -68,10 +68,11 @@ class DiffusionModel(ABC):
     default_side: ClassVar[int | None] = None  # pixels of a stock picture, if the network's config has no sample_size
     has_guardrail: ClassVar[bool] = False  # the pipeline has a safety checker (models/guardrail.py)
     takes: ClassVar[Mapping[str, Input]] = {}  # what data.inputs may name: actions, c2w, ...
-    optional_keys: ClassVar[frozenset[str]] = frozenset()  # conditioning that encode_inputs may add
     # A family's default, which a loaded pipeline may narrow down or widen:
     denoiser_parts: tuple[str, ...] = ("transformer",)  # names in model_index.json; Wan 2.2 has two experts
     conditional_frames: tuple[int, ...] = (0,)  # how many first latent frames may be given (conditional_frames.py)
+    optional_keys: frozenset[str] = frozenset()  # conditioning that encode_inputs may add
+    pins_frames: bool = True  # these are clean latents in the place of noise; False: an input FIRST_FRAME, all is noise
 
     def __init__(
         self,
@@ -204,6 +205,21 @@ class DiffusionModel(ABC):
         ValueError for arrays that the family cannot use: their width is a checkpoint's own.
         """
         return {}
+
+    def input_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Shapes of one sample's conditioning by name, without the batch, that every sample has besides its text, for
+        latents of this shape."""
+        return {}
+
+    @property
+    def may_pin(self) -> bool:
+        """Tell whether samples may begin with clean latents."""
+        return self.pins_frames and max(self.conditional_frames) > 0
+
+    def pinned(self, num_frames: tuple[int, int]) -> tuple[int, int]:
+        """The least and most first latent frames that are no noise, of samples that are given so many (the recipe's
+        algorithm.num_conditional_frames)."""
+        return num_frames if self.pins_frames else (0, 0)
 
     @property
     def text_dtype(self) -> torch.dtype:
@@ -356,7 +372,7 @@ class DiffusionModel(ABC):
             raise ValueError(f"sigma must be float32 [{count}], got {sigma.dtype} {list(sigma.shape)}")
         if sigma.device.type == "cpu" and not bool(((sigma > 0) & (sigma <= 1)).all()):
             raise ValueError(f"sigma must be above 0 and at most 1, got {sigma.tolist()}")
-        optional = self.optional_keys | (KEYS if max(self.conditional_frames) else frozenset[str]())
+        optional = self.optional_keys | (KEYS if self.may_pin else frozenset[str]())
         if conditioning.keys() - optional != self.conditioning_keys:
             raise ValueError(f"conditioning must hold {sorted(self.conditioning_keys)}, got {sorted(conditioning)}")
         for name, tensor in conditioning.items():

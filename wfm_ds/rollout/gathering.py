@@ -18,7 +18,7 @@ def gathered_frames(job: Job, groups: Sequence[Group]) -> list[Group]:
     """
     world = job.world
     here = next((group.data for group in groups if group.data is not None), None)
-    if here is None or job.recipe.algorithm.num_conditional_frames[1] == 0:
+    if here is None or job.model.pinned(job.recipe.algorithm.num_conditional_frames)[1] == 0:
         return [dataclasses.replace(group, data=None) for group in groups]
     told: list[Group] = []
     for g, group in enumerate(groups):  # every rank meets the moves in this order: nobody waits in a circle

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wfm_ds.distributed.world import World
 from wfm_ds.rollout.rewards import RewardClient
-from wfm_ds.types import MediaBatch, Prompt, Score
+from wfm_ds.types import FIRST_FRAME, MediaBatch, Prompt, Score
 
 if TYPE_CHECKING:
     from wfm_ds.run.job import Job
@@ -147,13 +147,19 @@ def submit_media(
                 sample_ids=[sample_ids[i] for i in whole],
                 prompts=[prompts[i].text for i in whole],
                 metadata=[prompts[i].metadata for i in whole],
-                inputs=[prompts[i].inputs for i in whole],
+                inputs=[small(prompts[i].inputs) for i in whole],
                 fps=fps,
             )
         )
     broken = [sample_id for sample_id, ok in zip(sample_ids, finite, strict=True) if not ok]
     why = "latents are not finite"
     return {s: {name: Score(sample_id=s, reward=name, failure=why) for name in names} for s in broken}
+
+
+def small(inputs: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, npt.NDArray[np.float32]]:
+    """These inputs without the pixels that a video begins with: it shows them, and they are no part of a message's
+    header."""
+    return {name: array for name, array in inputs.items() if name != FIRST_FRAME}
 
 
 def gather_scores(world: World, mine: Mapping[str, Mapping[str, Score]]) -> Scores:

@@ -309,4 +309,4 @@ def group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources
         latents = clean_latents(job, samples)
         return padded(latents, job.sampler.latent_shape[1]) if given[1] else latents
 
-    return PairGroups(job, source, encode, given, Trajectories(recipe, data.actions))
+    return PairGroups(job, source, encode, job.model.pinned(given), Trajectories(recipe, data.actions))

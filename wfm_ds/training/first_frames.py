@@ -66,7 +66,8 @@ def first_frames(job: Job, data: TrainingData) -> tuple[Sequence[Prompt], FirstF
         )
 
     chosen = chosen_once(job.world, samples, choose)
-    frames = FirstFrames(job, chosen, size.framings[0]) if gives else None
+    pins = job.model.pinned(recipe.algorithm.num_conditional_frames)[1] > 0
+    frames = FirstFrames(job, chosen, size.framings[0]) if pins else None
     return [sample.prompt for sample in chosen], frames
 
 

@@ -43,6 +43,8 @@ def count_flops(
     shadow.denoiser = on_meta(model.bare_denoiser)
     latents, sigma = torch.empty(1, *latent_shape, device="meta"), torch.empty(1, device="meta")
     inputs = {name: torch.empty_like(tensor, device="meta") for name, tensor in conditioning.items()}
+    besides = model.input_shapes(latent_shape)
+    inputs |= {name: torch.empty(1, *shape, device="meta") for name, shape in besides.items()}
     return flops_of(
         shadow.denoiser,
         lambda: shadow.denoise(latents, sigma, inputs, 0),  # experts are all alike

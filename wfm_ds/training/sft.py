@@ -173,7 +173,7 @@ class SftLoop(Loop):
             sigma=sigma,
             texts=self.captions(part, clean.shape[1:]) * times,
             inputs=[sample.prompt.inputs for sample in part] * times,
-            num_frames=conditional_counts(self.settings, draws * times),
+            num_frames=given_counts(self.job, draws * times),
         )
 
     def captions(self, samples: Sequence[TrainingSample], shape: Sequence[int] | None = None) -> list[Text]:
@@ -189,6 +189,12 @@ class SftLoop(Loop):
     def caption(self, sample: TrainingSample) -> Text:
         dropped = uniform(self.job.recipe.run.seed, "caption_dropout", sample.epoch, sample.sample_id)
         return NegativeText("") if dropped < self.job.recipe.data.caption_dropout else sample.prompt.text
+
+
+def given_counts(job: Job, draws: Sequence[float]) -> Tensor | None:
+    """The number of first latent frames that are no noise in each sample, by its draw in [0, 1): [B] int64 on the host,
+    None in a run where all are noise."""
+    return conditional_counts(job.model.pinned(job.recipe.supervised.num_conditional_frames), draws)
 
 
 def errors_of(job: Job, purpose: str, batch: NoisedBatch, expert: int) -> Tensor:
@@ -306,7 +312,7 @@ class ValidationLoss:
             sigma=sigma,
             texts=self.job.sampler.captioned([sample.prompt.text for sample in samples], clean.shape[1:]) * times,
             inputs=[sample.prompt.inputs for sample in samples] * times,
-            num_frames=conditional_counts(self.settings, draws * times),
+            num_frames=given_counts(self.job, draws * times),
         )
 
     def latents(self, index: int) -> Tensor:

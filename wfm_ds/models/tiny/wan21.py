@@ -36,13 +36,15 @@ def build() -> tuple[WanPipeline, dict[str, Any]]:
     return assemble(wan_vae(VAE_SEED)), call_arguments()
 
 
-def assemble(vae: AutoencoderKLWan, *, flow_shift: float = 3.0, **options: Any) -> WanPipeline:
+def assemble(
+    vae: AutoencoderKLWan, pipeline_class: Any = WanPipeline, *, flow_shift: float = 3.0, **options: Any
+) -> Any:
     """A Wan pipeline around this VAE in float32 and evaluation mode; options as of its constructor, the transformer the
     one above unless they name another."""
     tokenizer = t5_tokenizer()
     options.setdefault("transformer", transformer(TRANSFORMER_SEED))
     text_encoder = umt5_encoder(len(tokenizer), UMT5_SEED)
-    return WanPipeline(
+    return pipeline_class(
         scheduler=UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=flow_shift
         ),
@@ -53,9 +55,9 @@ def assemble(vae: AutoencoderKLWan, *, flow_shift: float = 3.0, **options: Any) 
     )
 
 
-def transformer(seed: int) -> WanTransformer3DModel:
+def transformer(seed: int, **changes: Any) -> WanTransformer3DModel:
     with seeded(seed):
-        return WanTransformer3DModel(**TRANSFORMER).eval()
+        return WanTransformer3DModel(**{**TRANSFORMER, **changes}).eval()
 
 
 def call_arguments() -> dict[str, Any]:

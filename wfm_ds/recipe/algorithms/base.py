@@ -67,6 +67,9 @@ class ModelFacts(Protocol):
     def sigma_ranges(self) -> Sequence[tuple[float, float]]:
         """The noise levels of each expert."""
 
+    def pinned(self, num_frames: tuple[int, int], /) -> tuple[int, int]:
+        """The part of a range of given first latent frames that is no noise."""
+
     def flow_shift(self, sampling: SamplingRecipe, /) -> float:
         """The shift of its schedule at this size and number of steps. Raises ModelError where it has none."""
 

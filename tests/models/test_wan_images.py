@@ -1,0 +1,226 @@
+"""What Wan's image-to-video networks are told of a first frame, against the stock pipeline; and what is refused.
+
+That they draw what it draws, one prompt at a time, is in test_families.py.
+"""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from PIL import Image
+
+from clips import write_clip
+from families import CASES, EXACT, PROMPTS, denoise_latents, draw, stock
+from wfm_ds.data.inputs import first_frame
+from wfm_ds.data.media import load_media
+from wfm_ds.data.pixels import Framing
+from wfm_ds.data.samples import LocalFile
+from wfm_ds.engine.targets import adapted_names
+from wfm_ds.errors import ModelError
+from wfm_ds.models import registry, vae
+from wfm_ds.models.tiny.wan21 import TRANSFORMER
+from wfm_ds.models.wan_images import CHANNELS, EMBEDS, ImageConditions
+from wfm_ds.sampling.noise import seeded_normal
+from wfm_ds.types import FIRST_FRAME
+
+HEIGHT, WIDTH, FRAMES = SIZE = (32, 48, 9)
+FAMILIES = ("wan21_i2v", "wan22_i2v")
+
+
+@pytest.fixture(scope="module")
+def load(tiny_pipelines):
+    loaded = {}
+
+    def get(family):
+        if family not in loaded:
+            loaded[family] = registry.load(tiny_pipelines(family), dtype=torch.float32, device="cpu")
+        return loaded[family]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    return list(np.random.default_rng(1).integers(0, 256, (2, HEIGHT, WIDTH, 3)).astype(np.uint8))
+
+
+def told(model, pictures, num_frames=FRAMES):
+    inputs = [{FIRST_FRAME: picture.astype(np.float32)} for picture in pictures]
+    return model.encode_inputs(inputs, num_frames, (HEIGHT, WIDTH))
+
+
+# Against the stock pipeline
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_condition_is_the_stock_pipelines(load, tiny_pipelines, pictures, family):
+    model, pipeline = load(family), stock(tiny_pipelines(family), CASES[family])
+    got = told(model, pictures)
+    for i, picture in enumerate(pictures):
+        image = pipeline.video_processor.preprocess(Image.fromarray(picture), height=HEIGHT, width=WIDTH)
+        _, want = pipeline.prepare_latents(image, 1, 4, *SIZE, dtype=torch.float32, device=torch.device("cpu"))
+        assert torch.equal(got[CHANNELS][i : i + 1], want)
+        if family == "wan21_i2v":
+            want = pipeline.encode_image(Image.fromarray(picture), torch.device("cpu"))
+            torch.testing.assert_close(got[EMBEDS][i : i + 1], want, **EXACT)
+    assert {name: tuple(tensor.shape[1:]) for name, tensor in got.items()} == model.input_shapes(
+        model.latent_shape(*SIZE)
+    )
+
+
+def test_the_first_frame_is_that_of_the_clip(load, tmp_path):
+    """Decoded alone, and its latents are the clip's own: what training denoises and what it is told agree."""
+    pixels = np.random.default_rng(2).integers(0, 256, (30, 8, 12, 3), np.uint8).repeat(4, 1).repeat(4, 2)
+    write_clip(tmp_path / "a.mp4", size=(HEIGHT, WIDTH), pictures=pixels)
+    framing = Framing(height=HEIGHT, width=WIDTH, num_frames=FRAMES)
+    for u in (0.1, 0.8):
+        clip = load_media(LocalFile(str(tmp_path / "a.mp4")), framing, lambda purpose, u=u: u)
+        alone = first_frame(LocalFile(str(tmp_path / "a.mp4")), framing, lambda purpose, u=u: u)
+        assert np.array_equal(alone, clip[0])
+        model = load("wan22_i2v")
+        condition = told(model, [alone])[CHANNELS]
+        torch.testing.assert_close(condition[:, 4:, :1], model.encode_media([clip])[:, :, :1], **EXACT)
+        assert (condition[:, 4:, 1:] - model.encode_media([clip])[:, :, 1:]).abs().max() > 0.01  # grey, not the clip
+
+
+def test_several_videos_of_each_image_and_each_experts_guidance(load, tiny_pipelines, pictures):
+    """A batch of two prompts with two images, two samples each, against four stock calls across the boundary."""
+    model, case = load("wan22_i2v"), CASES["wan22_i2v"]
+    shape, scales = model.latent_shape(*SIZE), {0: 4.0, 1: 2.5}
+    grid, noise = model.sigmas(5, shape), seeded_normal([1, 2, 3, 4], shape)
+    assert {model.expert_of(s) for s in grid[:-1].tolist()} == {0, 1}
+    prompts, seen = [p for p in PROMPTS for _ in range(2)], [p for p in pictures for _ in range(2)]
+    call = {**model.pipeline_call(4.0, *SIZE), "guidance_scale_2": 2.5, "prompt": prompts}
+    call |= {"latents": list(noise.split(1)), "image": [Image.fromarray(picture) for picture in seen]}
+    want = draw(stock(tiny_pipelines("wan22_i2v"), case), case, grid, **call)
+    besides = model.repeat(told(model, pictures), 2)
+    positive, negative = (model.repeat(model.encode_text(texts), 2) | besides for texts in (PROMPTS, ["", ""]))
+    got = denoise_latents(model, noise, positive, grid, solver="ode", guidance_scale=scales, uncond=negative)
+    torch.testing.assert_close(got, want, **EXACT)
+    assert (got[0] - got[1]).abs().max() > 0.1
+
+
+# Encoding
+
+
+def test_an_image_is_encoded_once_while_there_is_room(load, pictures, monkeypatch):
+    model, encoded, encode = load("wan22_i2v"), [], vae.encode
+    monkeypatch.setattr(vae, "encode", lambda *args: encoded.append(args) or encode(*args))
+    one = 8 * 3 * 4 * 6 * 4  # bytes of a condition
+    for room, times in ((10 * one, 2), (one, 4)):
+        conditions = ImageConditions(model.pipeline, embeds=False, kept_bytes=room)
+        encoded.clear()
+        first = conditions.of(pictures, FRAMES, model.device)
+        again = conditions.of(pictures, FRAMES, model.device)
+        assert len(encoded) == times
+        assert torch.equal(first[CHANNELS], again[CHANNELS])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ([{}, {}], "2 of 2 samples have no first frame"),
+        ([{FIRST_FRAME: np.zeros((16, 48, 3), np.float32)}], r"must be \[32, 48, 3\], got \[16, 48, 3\]"),
+    ],
+)
+def test_samples_without_a_fitting_frame_are_refused(load, inputs, message):
+    with pytest.raises(ValueError, match=message):
+        load("wan22_i2v").encode_inputs(inputs, FRAMES, (HEIGHT, WIDTH))
+
+
+def test_nothing_is_denoised_without_an_image(load):
+    model = load("wan21_i2v")
+    latents = seeded_normal([1], model.latent_shape(*SIZE))
+    with pytest.raises(ValueError, match=r"conditioning must hold .*image_channels.*image_embeds"):
+        model.denoise(latents, torch.ones(1), model.encode_text(PROMPTS[:1]))
+
+
+# Variants
+
+
+def test_lora_reaches_the_attention_to_the_image(load):
+    assert load("wan22_i2v").default_lora_targets == ("to_q", "to_k", "to_v", "to_out.0")
+    model = load("wan21_i2v")
+    adapted = adapted_names(model.denoiser, model.default_lora_targets)
+    assert {"blocks.0.attn2.add_k_proj", "blocks.1.attn2.add_v_proj"} <= set(adapted)
+    assert not model.pins_frames
+    assert model.conditional_frames == (1,)
+
+
+def changed(tiny_pipelines, tmp_path, family, network=None, **index):
+    """A copy of a tiny pipeline with another transformer, or whose model_index.json says something else."""
+    folder = tmp_path / family
+    shutil.copytree(tiny_pipelines(family), folder)
+    path = folder / "model_index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | index))
+    if network is not None:
+        WanTransformer3DModel(**TRANSFORMER | network).save_pretrained(folder / "transformer")
+    return folder
+
+
+CLIP = {"image_dim": 16, "added_kv_proj_dim": 32}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "options", "message"),
+    [
+        (
+            "wan21_i2v",
+            {"network": {"in_channels": 12, **CLIP, "pos_embed_seq_len": 10}},
+            {},
+            "first and the last frame",
+        ),
+        ("wan21_i2v", {"image_encoder": [None, None]}, {}, "has no image_encoder, which sees the first frame"),
+        ("wan21_i2v", {"network": CLIP}, {}, "4 input channels is not supported"),
+        ("wan22_i2v", {"network": {"in_channels": 4}}, {}, "two experts do not take the same inputs"),
+        ("wan22_i2v", {"_class_name": "WanPipeline"}, {}, "a whole pipeline of class WanImageToVideoPipeline"),
+        ("wan21_i2v", {}, {"max_sequence_length": 64}, "texts of 512 tokens; remove model.max_sequence_length"),
+    ],
+)
+def test_what_is_not_supported_is_one_sentence(tiny_pipelines, tmp_path, family, changes, options, message):
+    folder = changed(tiny_pipelines, tmp_path, family, **changes)
+    with pytest.raises(ModelError, match=message):
+        registry.load(folder, dtype=torch.float32, device="cpu", **options)
+
+
+# What diffusers does otherwise than one would think. A test that fails says that a detour can go.
+
+
+def images_of(pictures):
+    stacked = torch.from_numpy(np.stack(pictures))
+    return stacked.permute(0, 3, 1, 2).float() / 255
+
+
+def test_stock_makes_of_two_images_more_conditions_than_videos(load, tiny_pipelines, pictures):
+    pipeline = stock(tiny_pipelines("wan22_i2v"), CASES["wan22_i2v"])
+    call = {**load("wan22_i2v").pipeline_call(1.0, *SIZE), "image": images_of(pictures), "num_inference_steps": 1}
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        pipeline(prompt=PROMPTS, generator=[torch.Generator().manual_seed(s) for s in (1, 2)], **call)
+
+
+def test_stock_21_fails_for_two_videos_of_a_prompt(load, tiny_pipelines, pictures):
+    pipeline = stock(tiny_pipelines("wan21_i2v"), CASES["wan21_i2v"])
+    call = {**load("wan21_i2v").pipeline_call(1.0, *SIZE), "image": Image.fromarray(pictures[0])}
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        pipeline(prompt=PROMPTS[0], num_videos_per_prompt=2, num_inference_steps=1, **call)
+
+
+def test_the_network_takes_the_last_512_tokens_for_the_text(load, pictures):
+    """Shorter texts would be read with the image's tokens, and the image not at all."""
+    model = load("wan21_i2v")
+    latents = seeded_normal([1], model.latent_shape(*SIZE))
+    text, besides = model.encode_text(PROMPTS[:1]), told(model, pictures[:1])
+    seen = []
+    handle = model.denoiser.blocks[0].attn2.add_k_proj.register_forward_hook(
+        lambda _, x, __: seen.append(x[0].shape[1])
+    )
+    with torch.no_grad():
+        for length in (512, 500):
+            short = {name: tensor[:, :length] for name, tensor in text.items()}
+            model.denoise(latents, torch.ones(1), short | besides)
+    handle.remove()
+    assert seen[0] == besides[EMBEDS].shape[1]
+    assert seen[1] != besides[EMBEDS].shape[1]

@@ -1,0 +1,49 @@
+"""Wan 2.1 image to video in miniature: a mask and an image beside the latents, and CLIP's embeddings of the image."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import WanImageToVideoPipeline
+from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
+
+from wfm_ds.models.base import seeded
+from wfm_ds.models.tiny.parts.wan_vae import wan_vae
+from wfm_ds.models.tiny.wan21 import TRANSFORMER_SEED, VAE_SEED, assemble, call_arguments, transformer
+
+CLIP_SEED = 21
+CLIP_SIDE, CLIP_WIDTH = 16, 16
+LOUDER = 4  # of 512 tokens of a text nearly all are padding, and attention takes their mean
+OF_IMAGE = {"in_channels": 12}  # four latents, a mask for each of four frames, four latents of the image
+
+
+def build() -> tuple[WanImageToVideoPipeline, dict[str, Any]]:
+    """The pipeline, and the arguments of its call for a two-step video, but for the image."""
+    side = {"height": CLIP_SIDE, "width": CLIP_SIDE}
+    network = transformer(TRANSFORMER_SEED, **OF_IMAGE, image_dim=CLIP_WIDTH, added_kv_proj_dim=32)
+    with torch.no_grad():
+        for block in network.blocks:
+            block.attn2.to_v.weight.mul_(LOUDER)
+    pipeline = assemble(
+        wan_vae(VAE_SEED),
+        WanImageToVideoPipeline,
+        transformer=network,
+        image_encoder=clip(),
+        image_processor=CLIPImageProcessor(size={"shortest_edge": CLIP_SIDE}, crop_size=side),
+    )
+    return pipeline, {**call_arguments(), "max_sequence_length": 512}
+
+
+def clip() -> CLIPVisionModel:
+    """The encoder of images, in evaluation mode."""
+    config = CLIPVisionConfig(
+        hidden_size=CLIP_WIDTH,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=CLIP_SIDE,
+        patch_size=8,
+    )
+    with seeded(CLIP_SEED):
+        return CLIPVisionModel(config).eval()

@@ -1,0 +1,25 @@
+"""Wan 2.2 A14B image to video in miniature: two experts that share the work at sigma = 0.9, and no CLIP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers import WanImageToVideoPipeline
+
+from wfm_ds.models.tiny.parts.wan_vae import wan_vae
+from wfm_ds.models.tiny.wan21 import TRANSFORMER_SEED, VAE_SEED, assemble, call_arguments, transformer
+from wfm_ds.models.tiny.wan21_i2v import OF_IMAGE
+from wfm_ds.models.tiny.wan22 import TRANSFORMER_2_SEED
+
+
+def build() -> tuple[WanImageToVideoPipeline, dict[str, Any]]:
+    """The pipeline, and the arguments of its call for a two-step video, but for the image."""
+    high_noise, low_noise = (transformer(seed, **OF_IMAGE) for seed in (TRANSFORMER_SEED, TRANSFORMER_2_SEED))
+    pipeline = assemble(
+        wan_vae(VAE_SEED),
+        WanImageToVideoPipeline,
+        transformer=high_noise,
+        transformer_2=low_noise,
+        boundary_ratio=0.9,
+    )
+    return pipeline, call_arguments()
