@@ -1,7 +1,10 @@
 """What the contract's checks must know of each family. A new one adds a line to CASES."""
 
+import numpy as np
 import torch
 from diffusers import SanaImageToVideoPipeline, WanImageToVideoPipeline
+from diffusers.pipelines.sana_wm.cam_utils import action_string_to_c2w
+from PIL import Image
 
 from wfm_ds.contract.case import PROMPTS as PROMPTS
 from wfm_ds.contract.case import Case, stock
@@ -56,6 +59,23 @@ def qwen_latents(model, tokens):
     return unpacked(tokens, 4 * tokens.shape[1] // width, width)
 
 
+# A camera that goes ahead and turns, and one that rises, of other lenses.
+CAMERAS = [
+    {"c2w": action_string_to_c2w("w-2,jw-2"), "intrinsics": np.array([40, 41, 24, 16], np.float32)},
+    {"c2w": action_string_to_c2w("il-4"), "intrinsics": np.array([30, 31, 20, 18], np.float32)},
+]
+
+
+def first_images(pixels):
+    """The first frames of [B,3,F,H,W] as pictures."""
+    frames = (255 * pixels[:, :, 0]).round().to(torch.uint8).movedim(1, -1)
+    return [Image.fromarray(frame.numpy()) for frame in frames]
+
+
+def camera_asked(pixels):
+    return {"image": first_images(pixels)} | {name: [row[name] for row in CAMERAS] for name in CAMERAS[0]}
+
+
 CASES = {
     # The last block drops its text output, so the text queries of that block can have no effect.
     "sd3": Case(size=(32, 48, 1), euler=True, blocks=JOINT, without_gradient=text_queries("transformer_blocks.1")),
@@ -106,6 +126,16 @@ CASES = {
             f"transformer_blocks.1.{layer}"
             for layer in ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out", "txt_mlp")
         ),
+    ),
+    "sana_wm": Case(
+        size=(32, 48, 5),
+        euler=True,
+        one_by_one=True,
+        shared=("chi_prompt",),
+        inputs=CAMERAS,
+        asked=camera_asked,
+        blocks=("blocks",),
+        close=2e-4,  # some of its attention rounds to bfloat16: what is equal but for rounding is that far apart
     ),
     "sana_video": Case(size=(32, 64, 5), given=sana_video_given, blocks=JOINT),
 }

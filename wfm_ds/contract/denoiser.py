@@ -59,7 +59,7 @@ def frames_given_to_others(subject: Subject) -> None:
     """Half of the tensors of given frames, or all for a family that takes none, are refused."""
     model = subject.model
     conditioning = model.encode_text(PROMPTS) | {MASK: torch.zeros(2, 1, 1, 1, 1)}
-    says = "both of" if len(model.conditional_frames) > 1 else "must hold"
+    says = "both of" if max(model.conditional_frames) else "must hold"
     refused("a mask without frames", model.denoise, subject.noise(), torch.ones(2), conditioning, says=says)
 
 

@@ -96,19 +96,36 @@ class Subject:
     def pixels(self, count: int = 2) -> Tensor:
         height, width, frames = self.size
         shape = (count, 3, frames, height, width) if self.model.video else (count, 3, height, width)
-        return torch.rand(shape, generator=torch.Generator().manual_seed(5))
+        levels = torch.randint(256, shape, generator=torch.Generator().manual_seed(5))  # as files have them
+        return levels / 255
 
     def one_call(self, model: DiffusionModel, count: int = 2, expert: int = 0) -> tuple[Tensor, Tensor, Conditioning]:
         """Arguments of one `denoise`: another sigma, prompt and number of conditional frames for each sample."""
-        noise, conditioning = self.noise(count), model.encode_text(PROMPTS[:count])
-        if len(model.conditional_frames) > 1:
-            latents, most = model.encode_pixels(self.pixels(count)), max(model.conditional_frames)
-            conditioning = with_conditional_frames(conditioning, latents, torch.tensor([0, most])[:count])
-        return noise, torch.tensor(self.case.sigmas[expert])[:count], conditioning
+        few, most = min(model.conditional_frames), max(model.conditional_frames)
+        conditioning = self.besides(model, model.encode_text(PROMPTS[:count]), (few, most)[:count])
+        return self.noise(count), torch.tensor(self.case.sigmas[expert])[:count], conditioning
 
     def told(self, model: DiffusionModel, prompts: Sequence[str]) -> Conditioning:
-        """The prompts as a run encodes them: with what the family's pipeline writes into them."""
-        return model.encode_text([model.caption(prompt, *self.size) for prompt in prompts])
+        """The prompts as a run encodes them: with what the family's pipeline writes into them, and what else it cannot
+        do without."""
+        text = model.encode_text([model.caption(prompt, *self.size) for prompt in prompts])
+        return self.besides(model, text)
+
+    def besides(self, model: DiffusionModel, text: Conditioning, counts: Sequence[int] | None = None) -> Conditioning:
+        """The text of each sample with its inputs and so many first frames, else the fewest that the family takes."""
+        rows = len(next(iter(text.values())))
+        counts = [min(model.conditional_frames)] * rows if counts is None else counts
+        height, width, frames = self.size
+        if self.case.inputs:
+            text = text | model.encode_inputs(self.case.inputs[:rows], frames, (height, width))
+        if any(counts):
+            text = with_conditional_frames(text, model.encode_pixels(self.pixels(rows)), torch.tensor(counts))
+        return text
+
+    def call(self, w: float, **more: Any) -> dict[str, Any]:
+        """Arguments of a stock call for PROMPTS and SEEDS."""
+        asked = {} if self.case.asked is None else self.case.asked(self.pixels())
+        return {**self.model.pipeline_call(w, *self.size), "generator": self.generators(), **asked, **more}
 
     def sampled(self, model: DiffusionModel, steps: int = 3) -> Tensor:
         """Our own latents of PROMPTS and SEEDS, without guidance."""
