@@ -11,10 +11,14 @@ from wfm_ds.checkpoint.adapter import load_part
 from wfm_ds.models import registry
 from wfm_ds.models.base import matches
 from wfm_ds.models.cosmos3 import OF_ACTIONS, OF_TEXT
+from wfm_ds.models.sana_wm import WITHOUT_GATES
 
 EXPERTS = {"model.safetensors": "transformer", "model_2.safetensors": "transformer_2"}
 CONSTANT = {"pos_embed.pos_embed"}  # SD3's table of positions, a buffer that is stored with the weights
-FROZEN = {"cosmos3": (*OF_TEXT, *OF_ACTIONS)}  # of a run without actions
+FROZEN = {
+    "cosmos3": (*OF_TEXT, *OF_ACTIONS),  # of a run without actions
+    "sana_wm": ("raymap_embedder.*", "*.recall_gate", *(f"blocks.1.attn.{name}" for name in WITHOUT_GATES)),
+}
 
 
 def unreachable(name, family):

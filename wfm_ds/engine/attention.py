@@ -17,6 +17,7 @@ from diffusers.models.attention_processor import Attention, JointAttnProcessor2_
 from diffusers.models.transformers.transformer_cosmos import CosmosAttnProcessor2_0
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 from diffusers.models.transformers.transformer_sana_video import SanaAttnProcessor2_0
+from diffusers.models.transformers.transformer_sana_wm import SanaWMCrossAttnProcessor
 from torch import nn
 
 from wfm_ds.errors import UserError
@@ -31,7 +32,7 @@ FASTER_FROM: Capability = (9, 0)  # where cuDNN's kernel is the faster one, and 
 PROCESSORS: Mapping[type, Any] = {JointAttnProcessor2_0: JointAttention, CosmosAttnProcessor2_0: CosmosAttention}
 """For stock processors that name no kernel to the dispatcher, or do not ask it: those of ours in their place."""
 # Processors that hide padding of the text by a mask.
-MASKED = frozenset({SanaAttnProcessor2_0, QwenDoubleStreamAttnProcessor2_0, AttentionToText})
+MASKED = frozenset({SanaAttnProcessor2_0, SanaWMCrossAttnProcessor, QwenDoubleStreamAttnProcessor2_0, AttentionToText})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from diffusers.loaders import PeftAdapterMixin
-from torch import nn
 
 
 def adaptable(network: Any) -> Any:
@@ -13,10 +12,7 @@ def adaptable(network: Any) -> Any:
 
     Of one without them its class becomes a subclass of the same name, under which diffusers saves it as before.
     """
-    if not hasattr(network, "add_adapter"):
-        network.__class__ = adaptable_class(type(network))
+    own = type(network)
+    if not issubclass(own, PeftAdapterMixin):
+        network.__class__ = type(own.__name__, (own, PeftAdapterMixin), {"__module__": own.__module__})
     return network
-
-
-def adaptable_class(own: type[nn.Module]) -> type[nn.Module]:
-    return type(own.__name__, (own, PeftAdapterMixin), {"__module__": own.__module__, "__doc__": own.__doc__})

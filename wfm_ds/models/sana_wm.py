@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from diffusers.loaders import PeftAdapterMixin
 from diffusers.models.transformers.transformer_sana_wm import (
     SanaVideoMSCamCtrlBlock,
+    SanaWMTransformer3DModel,
     _invert_SE3,
     _process_camera_conditions_ucpe,
 )
@@ -21,7 +22,6 @@ from diffusers.pipelines.sana_wm.pipeline_sana_wm import DEFAULT_CHI_PROMPT
 from torch import Tensor, nn
 
 from wfm_ds.errors import ModelError
-from wfm_ds.models.adaptable import adaptable
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.conditional_frames import frames_in
 from wfm_ds.models.inputs import Input
@@ -34,6 +34,28 @@ INSTRUCTION = "chi_prompt"  # the stock call's argument: lines that go before ea
 POSES, INTRINSICS = "c2w", "intrinsics"
 RAYMAP, RAYS, ANGLES, PLUCKER = CAMERA = ("raymap", "rays", "ray_angles", "chunk_plucker")
 WITHOUT_GATES = ("A_log", "dt_bias", "beta_proj.*", "gate_proj.*")  # of softmax attention, which has them for its name
+
+
+class CameraNetwork(SanaWMTransformer3DModel, PeftAdapterMixin):  # type: ignore[misc]
+    """The stock network, which takes adapters, and the geometry of a camera as it is instead of making it in its own
+    dtype."""
+
+    def forward(
+        self,
+        *arguments: Any,
+        raymap: Tensor | None = None,
+        rays: Tensor | None = None,
+        ray_angles: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        """Shapes as of SanaWM.encode_inputs; all three or none."""
+        if raymap is None:
+            return super().forward(*arguments, **options)
+        assert rays is not None
+        assert ray_angles is not None
+        geometry = {"absmap": ray_angles, "P": rays, "P_inv": _invert_SE3(rays)}
+        known = {name: tensor.to(self.dtype) for name, tensor in geometry.items()}
+        return super().forward(*arguments, camera_conditions=raymap.to(self.dtype), cam_pos_embeds=known, **options)
 
 
 class SanaWM(DiffusionModel):
@@ -71,7 +93,8 @@ class SanaWM(DiffusionModel):
         return lines
 
     def take_denoiser(self, pipeline: Any) -> nn.Module:
-        network: nn.Module = adaptable(pipeline.transformer)
+        network: nn.Module = pipeline.transformer
+        network.__class__ = CameraNetwork
         return network
 
     @property
@@ -128,7 +151,7 @@ class SanaWM(DiffusionModel):
         relative to the first, and intrinsics), rays [B,N,4,4] (world to ray), ray_angles [B,3,T,h,w], chunk_plucker
         [B,6k,T,h,w].
 
-        It is made in float32, and cast where the network computes: a pose in bfloat16 is off by 1/256 of its numbers.
+        It is made in float32, and cast where the network computes: in bfloat16 a pose is off by 1/256 of its numbers.
         ValueError for samples without a camera, for other shapes than c2w [F,4,4] and intrinsics [4] or [F,4], and for
         a focal length that is not above 0.
         """
@@ -181,21 +204,9 @@ class SanaWM(DiffusionModel):
             encoder_hidden_states=conditioning["prompt_embeds"][:, None].to(self.dtype),
             mask=conditioning["prompt_attention_mask"],
             return_dict=False,
-            **self.seen(conditioning),
+            **{name: conditioning[name] for name in CAMERA if name in conditioning},
         )[0].float()
         return velocity if given is None else given.leave(velocity, latents, sigma)
-
-    def seen(self, conditioning: Conditioning) -> dict[str, Any]:
-        """The network's arguments of the camera. Its geometry is there already: it would make it in its own dtype."""
-        if RAYMAP not in conditioning:
-            return {}
-        rays = conditioning[RAYS]
-        known = {"absmap": conditioning[ANGLES], "P": rays, "P_inv": _invert_SE3(rays)}
-        return {
-            "camera_conditions": conditioning[RAYMAP].to(self.dtype),
-            "chunk_plucker": conditioning[PLUCKER].to(self.dtype),
-            "cam_pos_embeds": {name: tensor.to(self.dtype) for name, tensor in known.items()},
-        }
 
     @property
     def space(self) -> int:
