@@ -20,8 +20,6 @@ from wfm_ds.program import Parser, program
 from wfm_ds.recipe.stated import EVAL_STEPS, FPS, GUIDANCE_SCALE, AttentionName
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     import torch
 
     from wfm_ds.models.sampler import Sampler
@@ -60,6 +58,19 @@ def parser() -> Parser:
         help="an .npy file [FRAMES-1,D] that every video follows, scaled as data.actions.normalize did in training",
     )
     p.add_argument("--domain", type=natural, metavar="N", help="the embodiment that --actions are of")
+    p.add_argument(
+        "--camera",
+        metavar="FILE|KEYS",
+        help="the path of the camera that sees every video: .json with c2w [FRAMES,4,4] and intrinsics, .npy of c2w, "
+        "or keys such as w-80,jw-40",
+    )
+    p.add_argument(
+        "--intrinsics",
+        type=float,
+        nargs=4,
+        metavar=("FX", "FY", "CX", "CY"),
+        help="the lens of a --camera that does not say it, in pixels of the first frame's file",
+    )
     return p
 
 
@@ -137,6 +148,8 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("--lora: not allowed with --pipeline; an export is a --model for a LoRA trained on it")
     if args.domain is not None and args.actions is None:
         raise UserError("--domain: it is the embodiment that --actions are of; name these too, or leave it out")
+    if args.intrinsics is not None and args.camera is None:
+        raise UserError("--intrinsics: it is the lens of a --camera; name this too, or leave it out")
     if args.first_frame is not None:
         check_first_frame(args.first_frame, args.frames)
     quieten_libraries()
@@ -197,11 +210,12 @@ def is_low_precision(args: argparse.Namespace, device: torch.device) -> bool:
 
 
 def draw(args: argparse.Namespace, prompts: Sequence[Prompt]) -> None:
-    sampler = load_sampler(args, () if args.actions is None else ("actions",))
+    from wfm_ds.run.given import first_frame, named, told
+
+    sampler = load_sampler(args, named(args))
     sampler.model.check_prompts([prompt.text for prompt in prompts])
-    inputs = told(sampler, args)
+    frame, inputs = first_frame(sampler, args.first_frame), told(sampler, args)
     prompts = [replace(prompt, inputs=inputs) for prompt in prompts]
-    frame = first_frame(sampler, args.first_frame)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         write(sampler, [(prompt, seed) for prompt in prompts for seed in args.seeds], args, frame)
@@ -277,62 +291,10 @@ def load_sampler(args: argparse.Namespace, inputs: Sequence[str] = ()) -> Sample
     return sampler
 
 
-def first_frame(sampler: Sampler, file: Path | None) -> torch.Tensor | None:
-    """The latents [C,T,h,w] of a video that begins with this image, cut to size around its middle. Raises UserError for
-    a model that continues no images, and for a file that is no image."""
-    from wfm_ds.data.media import load_media
-    from wfm_ds.data.pixels import Framing, centre
-    from wfm_ds.data.samples import LocalFile
-    from wfm_ds.models.conditional_frames import padded
-
-    if file is None:
-        return None
-    model, settings = sampler.model, sampler.settings
-    if 1 not in model.conditional_frames:
-        raise UserError(f"--first-frame: {model.family} ({model.path}) takes no given frames; leave it out")
-    framing = Framing(height=settings.height, width=settings.width, max_upscale=math.inf)
-    image = load_media(LocalFile(str(file)), framing, centre)
-    return padded(model.encode_media([image])[0], sampler.latent_shape[1])
-
-
-def told(sampler: Sampler, args: argparse.Namespace) -> dict[str, npt.NDArray[np.float32]]:
-    """Inputs of every video, by --actions and --domain. Raises UserError for a model that takes no such thing, and for
-    a file that it cannot use."""
-    import numpy as np
-
-    from wfm_ds.data.npy import read_npy
-
-    model, size = sampler.model, sampler.settings
-    given = {name: getattr(args, name) for name in ("actions", "domain") if getattr(args, name) is not None}
-    for name in given:
-        if name not in model.takes:
-            raise UserError(f"--{name}: {model.family} ({model.path}) takes no {name}; leave it out")
-    for name, taken in model.takes.items():
-        if taken.required and name not in given:
-            raise UserError(f"{model.family} ({model.path}) makes no video without {name}: name a file with --{name}")
-    if not given:
-        return {}
-    try:
-        with args.actions.open("rb") as file:
-            inputs = {"actions": read_npy(file)}
-        if not np.isfinite(inputs["actions"]).all():
-            raise ValueError("it has NaN or infinite numbers")
-    except (OSError, ValueError) as error:
-        raise UserError(f"--actions: {args.actions} cannot be read: {error}") from error
-    if args.domain is not None:
-        inputs["domain"] = np.asarray(args.domain, np.float32)
-    try:
-        model.encode_inputs([inputs], size.num_frames, (size.height, size.width))
-    except ValueError as error:
-        options = "--actions" if args.domain is None else "--actions and --domain"
-        raise UserError(f"{options}: {model.family} cannot follow {args.actions}: {error}") from error
-    return inputs
-
-
 def write(
     sampler: Sampler, items: Sequence[tuple[Prompt, int]], args: argparse.Namespace, frame: torch.Tensor | None = None
 ) -> None:
-    """Write every file as soon as it is drawn, the table and the page at the end. frame: see first_frame."""
+    """Write every file as soon as it is drawn, the table and the page at the end. frame: run/given.py."""
     from wfm_ds.monitoring import gallery
     from wfm_ds.monitoring.samples import write_media, write_table
 
@@ -361,7 +323,7 @@ def write(
 def drawn(
     sampler: Sampler, items: Sequence[tuple[Prompt, int]], batch: int, frame: torch.Tensor | None = None
 ) -> Iterator[tuple[ShownSample, bool]]:
-    """The samples in the order of the items, and whether their latents were finite. frame: see first_frame."""
+    """The samples in the order of the items, and whether their latents were finite. frame: run/given.py."""
     import torch
 
     from wfm_ds.chunks import chunks
@@ -405,6 +367,7 @@ def facts(sampler: Sampler, args: argparse.Namespace) -> dict[str, str]:
         **({"first frame": args.first_frame.name} if args.first_frame is not None else {}),
         **({"actions": args.actions.name} if args.actions is not None else {}),
         **({"domain": str(args.domain)} if args.domain is not None else {}),
+        **({"camera": args.camera} if args.camera is not None else {}),
         "prompts": args.prompts.name,
         "seeds": ", ".join(map(str, args.seeds)),
         "dtype": str(sampler.model.dtype).removeprefix("torch."),
