@@ -144,7 +144,7 @@ def test_videos_are_led_by_a_camera_and_others_are_refused(tiny_pipelines, tmp_p
         ([*first, "--camera", str(tmp_path / "scaled.npy"), *lens], "has no orthonormal rotation of determinant 1"),
         (
             [*first, "--camera", str(tmp_path / "empty.json"), *lens],
-            "empty.json cannot be read: it is not a JSON object",
+            "cannot be read: it is not a JSON object",
         ),
         ([*first, *lens], "--intrinsics: it is the lens of a --camera"),
     ):

@@ -6,9 +6,13 @@ import torch
 from diffusers import DiffusionPipeline, SanaWMPipeline
 from diffusers.models.transformers import transformer_sana_wm as network
 from diffusers.pipelines.sana_wm.cam_utils import action_string_to_c2w, prepare_camera
+from peft import get_peft_model_state_dict
 
 from families import CAMERAS, CASES, EXACT, PROMPTS, first_images
+from wfm_ds.checkpoint.export import loading_lines
 from wfm_ds.contract.case import stock
+from wfm_ds.contract.denoiser import add_adapter
+from wfm_ds.contract.exports import export_to
 from wfm_ds.contract.subject import SEEDS, Subject
 from wfm_ds.data import room
 from wfm_ds.data.inputs import framed_intrinsics
@@ -152,6 +156,19 @@ def test_a_saved_network_has_the_stock_class_and_no_word_of_ours(model, tmp_path
     assert type(DiffusionPipeline.from_pretrained(tmp_path, local_files_only=True).transformer) is (
         network.SanaWMTransformer3DModel
     )
+
+
+def test_the_lines_of_an_export_load_its_lora_into_plain_diffusers(subject, tmp_path):
+    model = subject.fresh()
+    add_adapter(model, b_std=0.3)
+    out = export_to(tmp_path / "out", model, lora=True)
+    lines, there = loading_lines(model.path, out, lora=True), {}
+    exec(lines, there)
+    want, got = (
+        get_peft_model_state_dict(one, adapter_name="default") for one in (model.denoiser, there["pipe"].transformer)
+    )
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
 
 
 # What diffusers does: each fails when it is mended, and docs/models.md says it

@@ -55,7 +55,8 @@ def seen(poses: Floats) -> npt.NDArray[np.uint8]:
     dark = (np.floor(points / TILE) * along).sum(axis=-1) % 2
     ahead = np.take_along_axis(ways, axis[..., None], axis=-1)[..., 0] > 0
     colours = WALLS[axis, ahead.astype(np.int64)]
-    return np.rint(colours * (1 - 0.4 * dark[..., None])).astype(np.uint8)
+    frames: npt.NDArray[np.uint8] = np.rint(colours * (1 - 0.4 * dark[..., None])).astype(np.uint8)
+    return frames
 
 
 def write_clip(folder: Path, number: int) -> tuple[Floats, npt.NDArray[np.uint8]]:

@@ -185,10 +185,10 @@ class SanaWM(DiffusionModel):
         }
 
     def to_latents(self, pixels: Tensor) -> Tensor:
-        return super().to_latents(pixels) * self.pipeline.vae.config.scaling_factor
+        return super().to_latents(pixels) * float(self.pipeline.vae.config.scaling_factor)
 
     def to_pixels(self, latents: Tensor) -> Tensor:
-        return super().to_pixels(latents / self.pipeline.vae.config.scaling_factor)
+        return super().to_pixels(latents / float(self.pipeline.vae.config.scaling_factor))
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
         self.check_denoise(latents, sigma, conditioning)
