@@ -1,5 +1,8 @@
 """What is particular to SANA-WM; what holds for every family is in test_families.py."""
 
+import json
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -15,12 +18,14 @@ from wfm_ds.contract.denoiser import add_adapter
 from wfm_ds.contract.exports import export_to
 from wfm_ds.contract.subject import SEEDS, Subject
 from wfm_ds.data import room
-from wfm_ds.data.inputs import framed_intrinsics
-from wfm_ds.data.pixels import Framing, centre
+from wfm_ds.data.folder import folder_set
+from wfm_ds.data.inputs import InputReader, framed_intrinsics
+from wfm_ds.data.pixels import BadMedia, Framing, centre
 from wfm_ds.data.samples import LocalFile
 from wfm_ds.engine.forward import CountedForward
 from wfm_ds.models.sampler import Sampler
 from wfm_ds.models.text_cache import TextCache
+from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.types import ConditionalFrames, Prompt
 
@@ -131,6 +136,35 @@ def test_cameras_that_cannot_be_used_are_refused(model, changes, says):
     row = {name: array for name, array in (CAMERAS[0] | changes).items() if array is not None}
     with pytest.raises(ValueError, match=says):
         model.encode_inputs([CAMERAS[1], row], 5, SIZE[:2])
+
+
+def test_clips_with_a_camera_that_cannot_be_used_are_bad_by_name(model, tmp_path):
+    """A path of another length, one that is no rotation, lenses of three numbers and of none that shows anything, and
+    no camera."""
+    room.write_room(tmp_path / "room")
+    clips = tmp_path / "room" / "clips"
+    np.save(clips / "0001.c2w.npy", np.eye(4)[None].repeat(8, 0))
+    np.save(clips / "0002.c2w.npy", 2 * np.eye(4)[None].repeat(9, 0))
+    lenses = {3: {"intrinsics": [24, 24, 16]}, 4: {"intrinsics": [0, 24, 16, 16]}, 5: {}}
+    for number, lens in lenses.items():
+        camera = {"c2w": f"{number:04}.c2w.npy", **lens}
+        (clips / f"{number:04}.json").write_text(json.dumps({"prompt": "a room", "camera": camera}))
+    data = {"kind": "folder", "path": str(clips), "inputs": ["c2w", "intrinsics"]}
+    recipe = SimpleNamespace(
+        data=DataRecipe(**data), sampling=SamplingRecipe(height=32, width=32, num_frames=5, fps=8, steps=2)
+    )
+    reader = InputReader.of(recipe, model, width=None, scaling=None)
+    framing = Framing(height=32, width=32, num_frames=5, fps=8)
+    samples = folder_set(recipe.data, clips).samples
+    said = []
+    for sample in samples[:5]:
+        with pytest.raises(BadMedia) as refused:
+            reader.prompt(sample, framing, centre)
+        assert refused.value.reason == "bad_input"
+        said.append(str(refused.value))
+    wanted = ("[8, 4, 4]", "no orthonormal rotation", "[3]", "focal length", "does not have it")
+    assert all(words in sentence for words, sentence in zip(wanted, said, strict=True)), said
+    assert reader.prompt(samples[5], framing, centre).inputs["intrinsics"].shape == (5, 4)
 
 
 def test_keys_lead_the_camera_as_they_do_in_the_stock_pipeline_and_the_room_turns_alike():

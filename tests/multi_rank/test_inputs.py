@@ -1,7 +1,10 @@
 """Actions and cameras in whole runs of families that take them: every algorithm, one rank as two, workers as ranks,
 stopped runs, counterfactual trajectories, and what is refused."""
 
+import io
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +14,7 @@ import torch
 from multi_rank.resuming import tiny_recipe, train_on_rank
 from multi_rank.same_runs import assert_same_runs, exported, records
 from steered import WIDTH, write_world
-from wfm_ds.data.room import write_room
+from wfm_ds.data.room import path_of, write_room
 from wfm_ds.engine.forward import CountedForward
 from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.models import registry
@@ -103,6 +106,39 @@ def test_workers_are_told_the_inputs(case, ranks, one_rank, two_ranks, tiny_pipe
     assert records(tmp_path / "async") == records(tmp_path / "colocated")
     ours, theirs = exported(tmp_path / "async"), exported(tmp_path / "colocated")
     assert all(ours[name].equal(tensor) for name, tensor in theirs.items())
+
+
+class Poses(BaseHTTPRequestHandler):
+    """A service that sees the camera turn to the right in every video."""
+
+    def do_POST(self):
+        frames = np.load(io.BytesIO(self.rfile.read(int(self.headers["Content-Length"]))))
+        answer = json.dumps({"c2w": path_of(4.0, 0.05, 0.0)[: len(frames)].tolist()}).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *words):
+        pass
+
+
+def test_a_run_is_rewarded_for_following_the_camera(one_rank, tiny_pipelines, world, tmp_path):
+    with HTTPServer(("127.0.0.1", 0), Poses) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            url = f"{{url: 'http://127.0.0.1:{server.server_port}'}}"
+            following = f"{{name: camera_following, options: {url}}}, {{name: consistency, weight: 0.3}}"
+            overrides = [f"reward.functions=[{following}]", "run.steps=1", "validation.at_start=false"]
+            one_rank.run(train, **settings("sana_wm", tmp_path, tiny_pipelines, world, *overrides))
+        finally:
+            server.shutdown()
+            thread.join()
+    metrics = {tag: value for line in records(tmp_path) for tag, value in line.items()}
+    assert metrics["reward/camera_following/failed"] == 0
+    assert 0 < metrics["reward/camera_following/mean"] < 1
+    # Groups are led along other clips' paths, and the service sees the same one everywhere.
+    assert metrics["reward/camera_following/std"] > metrics["reward/camera_following/group_std_mean"] == 0
 
 
 def test_a_stopped_run_goes_on_as_if_nothing_had_been(one_rank, tiny_pipelines, world, tmp_path):
