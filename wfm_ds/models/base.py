@@ -201,6 +201,11 @@ class DiffusionModel(ABC):
         """
         return {}
 
+    def input_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Shapes of what `encode_inputs` makes of one sample's required inputs, for latents of this shape: to count
+        with, before there are any."""
+        return {}
+
     @property
     def text_dtype(self) -> torch.dtype:
         """The dtype of a text's conditioning, masks aside: that of the encoders; float32 without any."""

@@ -158,6 +158,15 @@ class SanaWM(DiffusionModel):
         rows = [self.camera(row, num_frames, size) for row in inputs]
         return {name: torch.cat([row[name] for row in rows]).to(self.device) for name in CAMERA}
 
+    def input_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        _, *size = shape
+        return {
+            RAYMAP: (size[0], 20),
+            RAYS: (self.num_tokens(shape), 4, 4),
+            ANGLES: (3, *size),
+            PLUCKER: (6 * self.pipeline.vae_temporal_compression_ratio, *size),
+        }
+
     def camera(
         self, told: Mapping[str, npt.NDArray[np.float32]], num_frames: int, size: tuple[int, int]
     ) -> dict[str, Tensor]:
