@@ -26,6 +26,7 @@ from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.conditional_frames import frames_in
 from wfm_ds.models.inputs import Input
 from wfm_ds.models.loading import stored_call
+from wfm_ds.pinned import on_device
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
@@ -156,7 +157,7 @@ class SanaWM(DiffusionModel):
         a focal length that is not above 0.
         """
         rows = [self.camera(row, num_frames, size) for row in inputs]
-        return {name: torch.cat([row[name] for row in rows]).to(self.device) for name in CAMERA}
+        return {name: on_device(torch.cat([row[name] for row in rows]), self.device) for name in CAMERA}
 
     def input_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
         _, *size = shape

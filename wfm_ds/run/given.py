@@ -1,4 +1,4 @@
-"""What the videos of `wfm generate` are given besides texts: a first frame, actions, a camera."""
+"""Inputs of the videos of `wfm generate` besides texts: a first frame, actions, a camera."""
 
 from __future__ import annotations
 
