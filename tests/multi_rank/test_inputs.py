@@ -122,6 +122,7 @@ class Poses(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_a_run_is_rewarded_for_following_the_camera(one_rank, tiny_pipelines, world, tmp_path):
     with HTTPServer(("127.0.0.1", 0), Poses) as server:
         thread = threading.Thread(target=server.serve_forever)

@@ -229,7 +229,7 @@ def sampler_of(args: argparse.Namespace, entry: Entry) -> Sampler:
     needs += ["a first frame"] if min(sampler.model.conditional_frames) > 0 else []
     if needs:
         raise UserError(
-            f"{entry.given}: {sampler.model.family} makes no video without {' and '.join(needs)}, and evaluation draws "
+            f"{entry.given}: {sampler.model.family} makes no video without {', '.join(needs)}, and evaluation draws "
             "from texts alone; use the validation of a run"
         )
     return sampler
