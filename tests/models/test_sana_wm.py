@@ -185,7 +185,7 @@ def test_full_training_leaves_alone_what_a_camera_gives_no_gradient(subject, tin
     assert all(weight.grad.any() for weight in model.bare_denoiser.parameters() if weight.grad is not None)
 
 
-def test_a_saved_network_has_the_stock_class_and_no_word_of_ours(model, tmp_path):
+def test_a_saved_pipeline_has_the_stock_network(model, tmp_path):
     model.pipeline.save_pretrained(tmp_path)
     assert type(DiffusionPipeline.from_pretrained(tmp_path, local_files_only=True).transformer) is (
         network.SanaWMTransformer3DModel
