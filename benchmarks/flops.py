@@ -132,7 +132,8 @@ def flops_of_sample(recipe: Recipe, subject: Subject) -> Flops:
         model.freeze_all_but(targets)
         with torch.device(next(model.bare_denoiser.parameters()).device):
             add_adapters(model.bare_denoiser, recipe.lora, targets, [], seed=0)
-    texts = subject.texts(recipe.lora is not None)
+    texts = dict(subject.texts(recipe.lora is not None))
+    texts |= {name: torch.empty(1, *size, device="meta") for name, size in model.input_shapes(shape).items()}
     return count_flops(model, shape, texts, checkpointing=recipe.model.gradient_checkpointing)
 
 

@@ -47,6 +47,7 @@ SIZES: Mapping[str, tuple[int, int, int]] = {  # height, width, frames
     "z_image": (64, 64, 1),
     "cosmos3": (64, 64, 9),
     "world": (8, 16, 5),
+    "sana_wm": (64, 64, 5),
 }
 SIGMAS = (0.98, 0.95, 0.92, 0.9)  # all of the first expert of wan22
 PROMPTS = ["a red circle", "the digit 7", "", "a dog"]

@@ -18,6 +18,7 @@ from diffusers import (
     AutoencoderDC,
     AutoencoderKL,
     AutoencoderKLFlux2,
+    AutoencoderKLLTX2Video,
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
     Cosmos2_5_PredictBasePipeline,
@@ -34,6 +35,8 @@ from diffusers import (
     SanaTransformer2DModel,
     SanaVideoPipeline,
     SanaVideoTransformer3DModel,
+    SanaWMPipeline,
+    SanaWMTransformer3DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     UniPCMultistepScheduler,
@@ -330,6 +333,19 @@ RELEASED = {
         ),
         conditioning={"prompt_embeds": (300, 2304), "prompt_attention_mask": (300,)},
         size=(480, 832, 81),
+        text_parameters=GEMMA_2B,
+    ),
+    "sana_wm": Released(
+        title="SANA-WM 2.6B",
+        folder="SANA-WM_bidirectional-diffusers",
+        pipeline=SanaWMPipeline,
+        transformer=SanaWMTransformer3DModel,
+        vae=partial(
+            AutoencoderKLLTX2Video, spatial_compression_ratio=32, temporal_compression_ratio=8, decoder_causal=False
+        ),
+        scheduler=partial(FlowMatchEulerDiscreteScheduler, shift=9.8),
+        conditioning={"prompt_embeds": (300, 2304), "prompt_attention_mask": (300,)},
+        size=(704, 1280, 161),
         text_parameters=GEMMA_2B,
     ),
     "wan1.3b": Released(

@@ -4,6 +4,8 @@ import numpy as np
 import torch
 from diffusers import SanaImageToVideoPipeline, WanImageToVideoPipeline
 from diffusers.pipelines.cosmos.pipeline_cosmos3_omni import CosmosActionCondition
+from diffusers.pipelines.sana_wm.cam_utils import action_string_to_c2w
+from PIL import Image
 
 from wfm_ds.contract.case import PROMPTS as PROMPTS
 from wfm_ds.contract.case import Case, StockInputs, stock
@@ -79,6 +81,23 @@ def qwen_latents(model, tokens):
     return unpacked(tokens, 4 * tokens.shape[1] // width, width)
 
 
+# A camera that goes ahead and turns, and one that rises, of other lenses.
+CAMERAS = [
+    {"c2w": action_string_to_c2w("w-2,jw-2"), "intrinsics": np.array([40, 41, 24, 16], np.float32)},
+    {"c2w": action_string_to_c2w("il-4"), "intrinsics": np.array([30, 31, 20, 18], np.float32)},
+]
+
+
+def first_images(pixels):
+    """The first frames of [B,3,F,H,W] as pictures."""
+    frames = (255 * pixels[:, :, 0]).round().to(torch.uint8).movedim(1, -1)
+    return [Image.fromarray(frame.numpy()) for frame in frames]
+
+
+def camera_asked(pixels):
+    return {"image": first_images(pixels)} | {name: [row[name] for row in CAMERAS] for name in CAMERAS[0]}
+
+
 CASES = {
     "sd3": Case(size=(32, 48, 1), euler=True, blocks=JOINT),
     "digits": Case(size=(8, 8, 1), euler=True, blocks=JOINT),
@@ -131,5 +150,15 @@ CASES = {
         blocks=JOINT,
     ),
     "z_image": Case(size=(32, 48, 1), euler=True, blocks=("noise_refiner", "context_refiner", "layers")),
+    "sana_wm": Case(
+        size=(32, 48, 5),
+        euler=True,
+        one_by_one=True,
+        shared=("chi_prompt",),
+        inputs=lambda *_: CAMERAS,
+        asked=camera_asked,
+        blocks=("blocks",),
+        close=2e-4,  # some of its attention rounds to bfloat16: what is equal but for rounding is that far apart
+    ),
     "sana_video": Case(size=(32, 64, 5), given=sana_video_given, blocks=JOINT),
 }

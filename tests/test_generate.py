@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from wfm_ds.data.room import write_room
 from wfm_ds.engine.forward import CountedForward
 from wfm_ds.generate import main
 from wfm_ds.models import registry
@@ -113,6 +114,45 @@ def test_videos_follow_actions_and_others_are_refused(tiny_pipelines, tmp_path, 
     ):
         assert main([*common, str(tmp_path / "none"), *arguments]) == 2
         assert says in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def test_videos_are_led_by_a_camera_and_others_are_refused(tiny_pipelines, tmp_path, capsys):
+    write_room(tmp_path / "room")
+    prompts, camera = tmp_path / "room" / "prompts.txt", tmp_path / "room" / "camera.json"
+    texts = ["--prompts", str(prompts), *SIZE, "--frames", "9", "--out"]
+    common = ["--model", str(tiny_pipelines("sana_wm")), *texts]
+    first = ["--first-frame", str(tmp_path / "room" / "start.png")]
+    np.save(tmp_path / "path.npy", json.loads(camera.read_text())["c2w"])
+    np.save(tmp_path / "scaled.npy", 2 * np.eye(4)[None].repeat(9, 0))
+    (tmp_path / "empty.json").write_text("[]")
+    lens = ["--intrinsics", "24", "24", "16", "16"]
+    path, keys = str(tmp_path / "path.npy"), "lw-8"
+    shown = []
+    for name, told in {"json": [str(camera)], "npy": [path, *lens], "keys": [keys, *lens]}.items():
+        assert main([*common, str(tmp_path / name), *first, "--camera", *told]) == 0
+        shown.append((tmp_path / name / lines(tmp_path / name)[0]["file"]).read_bytes())
+    assert shown[0] == shown[1] != shown[2]
+    assert "lw-8" in (tmp_path / "keys" / "index.html").read_text()
+    for arguments, says in (
+        ([*first], "makes no video without c2w: name a file with --camera"),
+        (["--camera", str(camera)], "makes videos from an image alone: name one with --first-frame"),
+        ([*first, "--camera", str(camera), *lens], "camera.json cannot be read: it has intrinsics of its own"),
+        ([*first, "--camera", path], "path.npy cannot be read: it has no intrinsics: name them beside it"),
+        ([*first, "--camera", "lw-7", *lens], "cannot follow lw-7: c2w must be [9, 4, 4], got [8, 4, 4]"),
+        ([*first, "--camera", "left", *lens], "left cannot be read: it is neither a .json or .npy file nor keys"),
+        ([*first, "--camera", str(tmp_path / "scaled.npy"), *lens], "has no orthonormal rotation of determinant 1"),
+        (
+            [*first, "--camera", str(tmp_path / "empty.json"), *lens],
+            "cannot be read: it is not a JSON object",
+        ),
+        ([*first, *lens], "--intrinsics: it is the lens of a --camera"),
+    ):
+        assert main([*common, str(tmp_path / "none"), *arguments]) == 2
+        assert says in capsys.readouterr().err
+    others = ["--model", str(tiny_pipelines("wan21")), *texts, str(tmp_path / "none")]
+    assert main([*others, "--camera", str(camera)]) == 2
+    assert "--camera: wan " in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
 
 

@@ -20,11 +20,8 @@ from wfm_ds.program import Parser, program
 from wfm_ds.recipe.stated import EVAL_STEPS, FPS, GUIDANCE_SCALE, AttentionName
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     import torch
 
-    from wfm_ds.models.base import DiffusionModel
     from wfm_ds.models.sampler import Sampler
     from wfm_ds.monitoring.samples import ShownSample
     from wfm_ds.recipe.sampling import SamplingRecipe
@@ -61,6 +58,19 @@ def parser() -> Parser:
         help="an .npy file [FRAMES-1,D] that every video follows, scaled as data.actions.normalize did in training",
     )
     p.add_argument("--domain", type=natural, metavar="N", help="the embodiment that --actions are of")
+    p.add_argument(
+        "--camera",
+        metavar="FILE|KEYS",
+        help="the path of the camera that sees every video: .json with c2w [FRAMES,4,4] and intrinsics, .npy of c2w, "
+        "or keys such as w-80,jw-40",
+    )
+    p.add_argument(
+        "--intrinsics",
+        type=float,
+        nargs=4,
+        metavar=("FX", "FY", "CX", "CY"),
+        help="the lens of a --camera that does not say it, in pixels of the first frame's file",
+    )
     return p
 
 
@@ -138,6 +148,8 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("--lora: not allowed with --pipeline; an export is a --model for a LoRA trained on it")
     if args.domain is not None and args.actions is None:
         raise UserError("--domain: it is the embodiment that --actions are of; name these too, or leave it out")
+    if args.intrinsics is not None and args.camera is None:
+        raise UserError("--intrinsics: it is the lens of a --camera; name this too, or leave it out")
     if args.first_frame is not None:
         check_first_frame(args.first_frame, args.frames)
     quieten_libraries()
@@ -198,20 +210,11 @@ def is_low_precision(args: argparse.Namespace, device: torch.device) -> bool:
 
 
 def draw(args: argparse.Namespace, prompts: Sequence[Prompt]) -> None:
-    import numpy as np
+    from wfm_ds.run.given import first_frame, named, told
 
-    from wfm_ds.types import FIRST_FRAME
-
-    sampler = load_sampler(args, () if args.actions is None else ("actions",))
-    check_may_begin(sampler.model, args.first_frame)
+    sampler = load_sampler(args, named(args))
     sampler.model.check_prompts([prompt.text for prompt in prompts])
-    inputs, frame = told(sampler, args), None
-    if args.first_frame is not None:
-        picture = first_picture(sampler, args.first_frame)
-        if sampler.model.pins_frames:
-            frame = pinned_frame(sampler, picture)
-        else:
-            inputs[FIRST_FRAME] = picture.astype(np.float32)
+    frame, inputs = first_frame(sampler, args.first_frame), told(sampler, args)
     prompts = [replace(prompt, inputs=inputs) for prompt in prompts]
     try:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -288,69 +291,10 @@ def load_sampler(args: argparse.Namespace, inputs: Sequence[str] = ()) -> Sample
     return sampler
 
 
-def first_picture(sampler: Sampler, file: Path) -> npt.NDArray[np.uint8]:
-    """Pixels [H,W,3] of an image, cut to size around its middle. Raises UserError for a file that is no image."""
-    from wfm_ds.data.media import load_media
-    from wfm_ds.data.pixels import Framing, centre
-    from wfm_ds.data.samples import LocalFile
-
-    framing = Framing(height=sampler.settings.height, width=sampler.settings.width, max_upscale=math.inf)
-    return load_media(LocalFile(str(file)), framing, centre)
-
-
-def pinned_frame(sampler: Sampler, picture: npt.NDArray[np.uint8]) -> torch.Tensor:
-    """The latents [C,T,h,w] of a video of which these pixels [H,W,3] are the first frame and the rest is unknown."""
-    from wfm_ds.models.conditional_frames import padded
-
-    return padded(sampler.model.encode_media([picture])[0], sampler.latent_shape[1])
-
-
-def check_may_begin(model: DiffusionModel, file: Path | None) -> None:
-    """Raises UserError for an image that the model does not continue, and for a model that makes nothing without."""
-    if file is not None and 1 not in model.conditional_frames:
-        raise UserError(f"--first-frame: {model.family} ({model.path}) takes no given frames; leave it out")
-    if file is None and 0 not in model.conditional_frames:
-        raise UserError(f"{model.path} makes videos from an image alone: name one with --first-frame")
-
-
-def told(sampler: Sampler, args: argparse.Namespace) -> dict[str, npt.NDArray[np.float32]]:
-    """Inputs of every video, by --actions and --domain. Raises UserError for a model that takes no such thing, and for
-    a file that it cannot use."""
-    import numpy as np
-
-    from wfm_ds.data.npy import read_npy
-
-    model, size = sampler.model, sampler.settings
-    given = {name: getattr(args, name) for name in ("actions", "domain") if getattr(args, name) is not None}
-    for name in given:
-        if name not in model.takes:
-            raise UserError(f"--{name}: {model.family} ({model.path}) takes no {name}; leave it out")
-    for name, taken in model.takes.items():
-        if taken.required and name not in given:
-            raise UserError(f"{model.family} ({model.path}) makes no video without {name}: name a file with --{name}")
-    if not given:
-        return {}
-    try:
-        with args.actions.open("rb") as file:
-            inputs = {"actions": read_npy(file)}
-        if not np.isfinite(inputs["actions"]).all():
-            raise ValueError("it has NaN or infinite numbers")
-    except (OSError, ValueError) as error:
-        raise UserError(f"--actions: {args.actions} cannot be read: {error}") from error
-    if args.domain is not None:
-        inputs["domain"] = np.asarray(args.domain, np.float32)
-    try:
-        model.encode_inputs([inputs], size.num_frames, (size.height, size.width))
-    except ValueError as error:
-        options = "--actions" if args.domain is None else "--actions and --domain"
-        raise UserError(f"{options}: {model.family} cannot follow {args.actions}: {error}") from error
-    return inputs
-
-
 def write(
     sampler: Sampler, items: Sequence[tuple[Prompt, int]], args: argparse.Namespace, frame: torch.Tensor | None = None
 ) -> None:
-    """Write every file as soon as it is drawn, the table and the page at the end. frame: see pinned_frame."""
+    """Write every file as soon as it is drawn, the table and the page at the end. frame: run/given.py."""
     from wfm_ds.monitoring import gallery
     from wfm_ds.monitoring.samples import write_media, write_table
 
@@ -379,7 +323,7 @@ def write(
 def drawn(
     sampler: Sampler, items: Sequence[tuple[Prompt, int]], batch: int, frame: torch.Tensor | None = None
 ) -> Iterator[tuple[ShownSample, bool]]:
-    """The samples in the order of the items, and whether their latents were finite. frame: see pinned_frame."""
+    """The samples in the order of the items, and whether their latents were finite. frame: run/given.py."""
     import torch
 
     from wfm_ds.chunks import chunks
@@ -423,6 +367,7 @@ def facts(sampler: Sampler, args: argparse.Namespace) -> dict[str, str]:
         **({"first frame": args.first_frame.name} if args.first_frame is not None else {}),
         **({"actions": args.actions.name} if args.actions is not None else {}),
         **({"domain": str(args.domain)} if args.domain is not None else {}),
+        **({"camera": args.camera} if args.camera is not None else {}),
         "prompts": args.prompts.name,
         "seeds": ", ".join(map(str, args.seeds)),
         "dtype": str(sampler.model.dtype).removeprefix("torch."),

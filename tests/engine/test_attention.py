@@ -94,8 +94,8 @@ def test_both_kinds_of_blocks_of_flux2_reach_the_chosen_kernel(counted, tiny_pip
     assert len(counted) == len(list(attention_layers(model.denoiser))) == 2
 
 
-@pytest.mark.parametrize("family", ["qwen_image", "z_image"])
-def test_a_mask_of_the_text_keeps_a_family_s_own_attention(tiny_pipelines, gpu, family):
+@pytest.mark.parametrize("family", ["qwen_image", "z_image", "sana_wm"])
+def test_attention_to_masked_text_stays_as_it_is(family, tiny_pipelines, gpu):
     transformer = registry.load(tiny_pipelines(family), dtype=torch.float32, device="cpu").denoiser
     assert choose("auto", transformer, BF16, gpu(HOPPER), trains=True) == "native"
     with pytest.raises(UserError, match="takes no mask"):

@@ -80,6 +80,8 @@ TWINS = {
     "cosmos3_nano_nft": "cosmos3_nft",
     "cosmos3_nano_flow_grpo": "cosmos3_flow_grpo",
     "cosmos3_super_sft_lora": "cosmos3_sft_lora",
+    "sana_wm_sft_lora": "sana_wm_sft_lora",
+    "sana_wm_nft": "sana_wm_nft",
     "sd3_dpo": "sd3_dpo",
     "reason_llava_sft": "reason_llava_sft",
     "reason_llava_sft_lora": "reason_llava_sft_lora",
@@ -101,6 +103,7 @@ FAST = {
 FEW = {"flux2": KINDS[:2], "qwen_image": KINDS[:2], "z_image": KINDS[:2]}
 FEW |= {"digits": [], "moving": [], "world": []}  # the quickstarts' are an SD3, a Wan 2.1 and a Cosmos3
 FEW |= {"wan21_i2v": [], "wan22_i2v": []}  # prompts alone are not enough for them; their tiny recipes train them
+FEW |= {"sana_wm": []}  # is told a camera, which the media of the matrix do not have: its tiny recipes are of all kinds
 MATRIX = [(*kind, family) for family in FAMILIES for kind in FEW.get(family, KINDS)]
 EVAL_STEPS = 3  # noise levels of both experts of Wan 2.2
 SMALL_GROUPS = ["rollout.group_size=2", "reward.functions=[{name: jpeg_compressibility}]"]
@@ -136,9 +139,11 @@ def train_and_keep_pictures(recipe, overrides, kept):
 def media(tmp_path_factory):
     """{data.path in a recipe: a folder with what it is about}"""
     from wfm_ds.data.digits import write_digits
+    from wfm_ds.data.room import write_room
 
     folder = tmp_path_factory.mktemp("media")
     write_digits(folder / "digits")
+    write_room(folder / "room")
     (folder / "clips").mkdir()
     for i in range(3):
         # Of a pair of equal clips DPO would learn nothing.
@@ -150,6 +155,7 @@ def media(tmp_path_factory):
         "outputs/digits/pairs.jsonl": folder / "digits" / "pairs.jsonl",
         "outputs/clips.jsonl": clip_pairs(folder),
         "outputs/clips": folder / "clips",
+        "outputs/room/clips": folder / "room" / "clips",
         "recipes/tiny/prompts/colors": RECIPES / "tiny" / "prompts" / "colors",
     }
 

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from wfm_ds.checkpoint.export import LORA_FILES, LORA_FOLDER, LORA_PREFIX, METADATA, SAVED_FILES
 from wfm_ds.errors import ModelError
+from wfm_ds.models.adaptable import adaptable
 from wfm_ds.models.base import DiffusionModel
 
 # What diffusers raises for tensors that are damaged, or at odds with the layers.
@@ -95,8 +96,8 @@ def adapted_layer(name: str) -> str:
 
 def load_part(pipeline: Any, part: str, path: Path) -> None:
     which = {} if part == LORA_PREFIX else {f"load_into_{part}": True}
-    # Of a pipeline without a loader of its own the network has one.
-    load = getattr(pipeline, "load_lora_weights", None) or getattr(pipeline, part).load_lora_adapter
+    # Of a pipeline without a loader of its own the network has one, or is given it.
+    load = getattr(pipeline, "load_lora_weights", None) or adaptable(getattr(pipeline, part)).load_lora_adapter
     load(str(path.parent), weight_name=path.name, adapter_name="default", local_files_only=True, **which)
 
 

@@ -148,9 +148,13 @@ def loading_lines(base: Path, exported: Path, lora: bool) -> str:
     lines.append(f"pipe = DiffusionPipeline.from_pretrained({', '.join(arguments)})")
     if lora:
         name = json.dumps(str(exported))
-        # Of a pipeline without a loader of its own the network has one.
+        # Of a pipeline without a loader of its own the network has one, or is given it.
         has_loader = hasattr(_pipeline_class(read_index(pipeline)), "load_lora_weights")
         loader = "load_lora_weights" if has_loader else f"{LORA_PREFIX}.load_lora_adapter"
+        if not has_loader and (network := _network_without_loader(pipeline)) is not None:
+            lines.append("from diffusers.loaders import PeftAdapterMixin  # the network does not have it")
+            both = f"(type(pipe.{LORA_PREFIX}), PeftAdapterMixin)"
+            lines.append(f'pipe.{LORA_PREFIX}.__class__ = type("{network}", {both}, {{}})')
         for part, file in LORA_FILES.items():
             if (exported / file).exists():
                 second = "" if part == LORA_PREFIX else f", load_into_{part}=True"
@@ -162,6 +166,15 @@ def loading_lines(base: Path, exported: Path, lora: bool) -> str:
         if (exported / CALL).exists():
             lines.append(f"# it was trained on prompts as encoded by the call's arguments in {exported / CALL}")
     return "\n".join(lines)
+
+
+def _network_without_loader(pipeline: Path) -> str | None:
+    """Return the class of the pipeline's network, if it is one of diffusers that loads no LoRA."""
+    import diffusers
+
+    _, kind = components(read_index(pipeline)).get(LORA_PREFIX, (None, None))
+    network = getattr(diffusers, str(kind), None)
+    return kind if network is not None and not hasattr(network, "load_lora_adapter") else None
 
 
 def _must_be_declined(pipeline: Path) -> list[str]:

@@ -225,9 +225,12 @@ def sampler_of(args: argparse.Namespace, entry: Entry) -> Sampler:
     sys.stderr.write(f"loading {entry.given}\n")
     given = {**vars(args), "model": entry.model, "pipeline": None, "lora": entry.lora, "revision": entry.revision}
     sampler = load_sampler(argparse.Namespace(**given))
-    if 0 not in sampler.model.conditional_frames:
+    needs = [name for name, taken in sampler.model.takes.items() if taken.required]
+    needs += ["a first frame"] if min(sampler.model.conditional_frames) > 0 else []
+    if needs:
         raise UserError(
-            f"{entry.given} makes videos from an image, and here is none: see what its run's validation says"
+            f"{entry.given}: {sampler.model.family} makes no video without {', '.join(needs)}, and evaluation draws "
+            "from texts alone; use the validation of a run"
         )
     return sampler
 

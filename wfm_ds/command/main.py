@@ -35,6 +35,7 @@ COMMANDS = {
     "data captions": ("wfm_ds.data.captions", "write captions for the images and videos of a folder"),
     "data digits": ("wfm_ds.data.digits", "write the quickstart's digits as a data folder"),
     "data moving": ("wfm_ds.data.moving", "write the quickstart's moving shapes as a data folder"),
+    "data room": ("wfm_ds.data.room", "write clips of a room with the paths of their camera as a data folder"),
     "data brightness": ("wfm_ds.data.brightness", "write the quickstart's clips with actions as a data folder"),
 }
 """What stands behind `wfm`, in the order of its help: the module, and what it does."""

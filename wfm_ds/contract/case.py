@@ -68,6 +68,11 @@ class Case:
     """The stock call takes one."""
     one_by_one: bool = False
     """The stock call draws one sample."""
+    shared: tuple[str, ...] = ()
+    """Arguments of the stock call that are lists, but not of one for each sample."""
+    asked: Callable[[Tensor], Mapping[str, Any]] | None = None
+    """(pixels of two samples) -> arguments of the stock call for their inputs and the frames that it cannot do without,
+    in lists."""
     unpack: Callable[[DiffusionModel, Tensor], Tensor] | None = None
     """(model, what the stock call gives as latents) -> latents as the family has them. None: they are."""
     frame_axis: bool = False
@@ -134,17 +139,25 @@ def draw(pipeline: Any, case: Case, sigmas: Sequence[float] | Tensor, **more: An
     if isinstance(call.get("negative_prompt"), str):
         call["negative_prompt"] = [call["negative_prompt"]] * count
     call = {name: list(value) if isinstance(value, list) else value for name, value in call.items()}  # some write in it
-    calls = [{name: _of_one(value, i) for name, value in call.items()} for i in range(count)]
-    drawn = torch.cat([_drawn(pipeline(**one)) for one in calls]) if case.one_by_one else _drawn(pipeline(**call))
+    shared = {name: call.pop(name) for name in case.shared if name in call}
+    calls = [shared | {name: _of_one(value, i) for name, value in call.items()} for i in range(count)]
+    call |= shared
+    drawn = (
+        torch.cat([_of_batch(_drawn(pipeline(**one))) for one in calls])
+        if case.one_by_one
+        else _drawn(pipeline(**call))
+    )
     return drawn.movedim(2, 1) if call["output_type"] == "pt" and drawn.ndim == 5 else drawn
 
 
 def _drawn(output: Any) -> Tensor:
-    if hasattr(output, "video"):  # one video: its latents [1,C,T,h,w], or its frames [F,C,H,W]
-        of_one: Tensor = output.video
-        return of_one if of_one.ndim == 5 else of_one[None]
-    drawn: Tensor = output.images if hasattr(output, "images") else output.frames
+    drawn: Tensor = next(getattr(output, name) for name in ("images", "frames", "video") if hasattr(output, name))
     return drawn
+
+
+def _of_batch(video: Tensor) -> Tensor:
+    """One video's latents [1,C,T,h,w] as they are, its frames [F,C,H,W] with an axis more."""
+    return video if video.ndim == 5 else video[None]
 
 
 def _of_one(value: Any, i: int) -> Any:

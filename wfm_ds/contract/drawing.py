@@ -32,9 +32,7 @@ def latents_with_a_negative_prompt(subject: Subject) -> None:
 def _same_latents(subject: Subject, w: float, negative: str | None) -> None:
     model, case = subject.model, subject.case
     grid = model.sigmas(5, subject.shape)
-    call = subject.stock_call(w) | {"generator": subject.generators()}
-    if negative is not None:
-        call["negative_prompt"] = negative
+    call = subject.call(w, **({} if negative is None else {"negative_prompt": negative}))
     want = subject.drawn(subject.stock(), grid, **call)
     null = model.caption(model.null_text(negative), *subject.size, negative=True)
     uncond = model.encode_negative([null] * 2) | subject.besides(model) if w > 1 else None
@@ -47,9 +45,8 @@ def decoded_pixels(subject: Subject) -> None:
     """Decoding gives the pixels that the stock pipeline gives, in the documented layout."""
     model, case = subject.model, subject.case
     pipeline, grid = subject.stock(), model.sigmas(2, subject.shape)
-    call = subject.stock_call(1.0)
-    latents = subject.drawn(pipeline, grid, generator=subject.generators(), **call)
-    want = draw(pipeline, case, grid, generator=subject.generators(), **call, output_type="pt")
+    latents = subject.drawn(pipeline, grid, **subject.call(1.0))
+    want = draw(pipeline, case, grid, **subject.call(1.0), output_type="pt")
     got = model.decode(latents)
     require_close("the decoded pixels", got, want, case.close)
     height, width, frames = subject.size

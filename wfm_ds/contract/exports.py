@@ -81,8 +81,7 @@ def export_to(out: Path, model: DiffusionModel, *, lora: bool) -> Path:
 
 def _same_pictures(subject: Subject, pipeline: Any, model: DiffusionModel, before: Tensor) -> None:
     want = subject.sampled(model)
-    call = subject.stock_call(1.0) | {"generator": subject.generators()}
-    got = subject.drawn(pipeline, model.sigmas(3, subject.shape), **call)
+    got = subject.drawn(pipeline, model.sigmas(3, subject.shape), **subject.call(1.0))
     require_close("the latents that plain diffusers draws from the export", got, want, subject.case.close)
     moved = float((got - before).abs().max())
     require(moved > MATTERS, f"the trained weights moved the latents by {moved:.1g} only")

@@ -113,40 +113,48 @@ class Subject:
     def pixels(self, count: int = 2) -> Tensor:
         height, width, frames = self.size
         shape = (count, 3, frames, height, width) if self.model.video else (count, 3, height, width)
-        return torch.rand(shape, generator=torch.Generator().manual_seed(5))
+        levels = torch.randint(256, shape, generator=torch.Generator().manual_seed(5))  # as files have them
+        return levels / 255
 
     def one_call(self, model: DiffusionModel, count: int = 2, expert: int = 0) -> tuple[Tensor, Tensor, Conditioning]:
-        """Arguments of one `denoise`: another sigma, prompt and first frame or number of them for each sample."""
-        noise, conditioning = self.noise(count), model.encode_text(PROMPTS[:count]) | self.besides(model, count)
-        if model.may_pin:
-            latents, most = model.encode_pixels(self.pixels(count)), max(model.conditional_frames)
-            conditioning = with_conditional_frames(conditioning, latents, torch.tensor([0, most])[:count])
-        return noise, torch.tensor(self.case.sigmas[expert])[:count], conditioning
+        """Arguments of one `denoise`: another sigma, prompt, first frame or number of them, and inputs for each sample."""
+        given = (min(model.conditional_frames), max(model.conditional_frames)) if model.may_pin else (0, 0)
+        conditioning = model.encode_text(PROMPTS[:count]) | self.besides(model, count, given)
+        return self.noise(count), torch.tensor(self.case.sigmas[expert])[:count], conditioning
 
     def told(self, model: DiffusionModel, prompts: Sequence[str]) -> Conditioning:
-        """The prompts as a run encodes them: with what the family's pipeline writes into them, and beside first frames
-        where it is told any."""
+        """The prompts as a run encodes them: with what the family's pipeline writes into them, and what else it cannot
+        do without."""
         text = model.encode_text([model.caption(prompt, *self.size) for prompt in prompts])
         return text | self.besides(model, len(prompts))
 
-    def besides(self, model: DiffusionModel, count: int = 2) -> Conditioning:
-        """The conditioning of so many samples that each must have besides its text."""
-        if model.pins_frames:
-            return {}
+    def besides(self, model: DiffusionModel, count: int = 2, given: Sequence[int] | None = None) -> Conditioning:
+        """The conditioning of so many samples that each must have besides its text: required inputs, a first frame that
+        it is told, and so many first frames that are pinned, else the fewest that the family takes."""
         height, width, frames = self.size
-        told = [{FIRST_FRAME: picture.astype(np.float32)} for picture in self.pictures[:count]]
-        return model.encode_inputs(told, frames, (height, width))
+        needed = {name for name, taken in model.takes.items() if taken.required}
+        rows = [{name: row[name] for name in needed} for row in self.inputs()[:count]] if needed else [{}] * count
+        if not model.pins_frames:
+            rows = [row | {FIRST_FRAME: one.astype(np.float32)} for row, one in zip(rows, self.pictures, strict=False)]
+        told = model.encode_inputs(rows, frames, (height, width)) if rows[0] else {}
+        given = [min(model.conditional_frames) if model.may_pin else 0] * count if given is None else given[:count]
+        if any(given):
+            told = with_conditional_frames(told, model.encode_pixels(self.pixels(count)), torch.tensor(given))
+        return told
 
     @cached_property
     def pictures(self) -> list[npt.NDArray[np.uint8]]:
-        """A first frame [H,W,3] for each of PROMPTS."""
-        draw = np.random.default_rng(5)
-        return [draw.integers(0, 256, (*self.size[:2], 3)).astype(np.uint8) for _ in PROMPTS]
+        """The first frames [H,W,3] of `pixels`."""
+        levels = (255 * self.pixels()).round().to(torch.uint8)
+        return list((levels[:, :, 0] if self.model.video else levels).movedim(1, -1).numpy())
 
-    def stock_call(self, w: float) -> dict[str, Any]:
-        """Arguments of the stock call for PROMPTS."""
-        call = self.model.pipeline_call(w, *self.size)
-        return call if self.model.pins_frames else call | {"image": [Image.fromarray(one) for one in self.pictures]}
+    def call(self, w: float, **more: Any) -> dict[str, Any]:
+        """Arguments of a stock call for PROMPTS and SEEDS."""
+        call = {**self.model.pipeline_call(w, *self.size), "generator": self.generators()}
+        if not self.model.pins_frames:
+            call["image"] = [Image.fromarray(one) for one in self.pictures]
+        asked = {} if self.case.asked is None else self.case.asked(self.pixels())
+        return {**call, **asked, **more}
 
     def sampled(self, model: DiffusionModel, steps: int = 3) -> Tensor:
         """Our own latents of PROMPTS and SEEDS, without guidance."""

@@ -17,6 +17,7 @@ from diffusers.models.attention_processor import Attention, JointAttnProcessor2_
 from diffusers.models.transformers.transformer_cosmos import CosmosAttnProcessor2_0
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 from diffusers.models.transformers.transformer_sana_video import SanaAttnProcessor2_0
+from diffusers.models.transformers.transformer_sana_wm import SanaWMCrossAttnProcessor
 from diffusers.models.transformers.transformer_z_image import ZSingleStreamAttnProcessor
 from torch import nn
 
@@ -33,7 +34,13 @@ PROCESSORS: Mapping[type, Any] = {JointAttnProcessor2_0: JointAttention, CosmosA
 """For stock processors that name no kernel to the dispatcher, or do not ask it: those of ours in their place."""
 # Processors that hide padding of the text by a mask.
 MASKED = frozenset(
-    {SanaAttnProcessor2_0, QwenDoubleStreamAttnProcessor2_0, ZSingleStreamAttnProcessor, AttentionToText}
+    {
+        SanaAttnProcessor2_0,
+        SanaWMCrossAttnProcessor,
+        QwenDoubleStreamAttnProcessor2_0,
+        ZSingleStreamAttnProcessor,
+        AttentionToText,
+    }
 )
 
 

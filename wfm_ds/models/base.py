@@ -208,7 +208,7 @@ class DiffusionModel(ABC):
 
     def input_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """Shapes of one sample's conditioning by name, without the batch, that every sample has besides its text, for
-        latents of this shape."""
+        latents of this shape: to count with, before there are any."""
         return {}
 
     @property

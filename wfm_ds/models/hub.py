@@ -63,6 +63,7 @@ RELEASED = {  # the repositories in diffusers' format that the families know, wi
     "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers": None,
     "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers": None,
     "Efficient-Large-Model/SANA-Video_2B_480p_diffusers": None,
+    "Efficient-Large-Model/SANA-WM_bidirectional-diffusers": None,
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": None,
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": None,
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": None,

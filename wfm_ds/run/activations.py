@@ -132,7 +132,8 @@ def _trained(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _predict(shadow: DiffusionModel, shape: Sequence[int], batch: int, text_dtype: torch.dtype) -> Tensor:
-    conditioning = text_rows(shadow.text_shapes() | shadow.input_shapes(shape), text_dtype, batch)
+    conditioning = text_rows(shadow.text_shapes(), text_dtype, batch)
+    conditioning |= text_rows(shadow.input_shapes(shape), torch.float32, batch)
     latents, sigma = torch.empty(batch, *shape, device=META), torch.empty(batch, device=META)
     return shadow.denoise(latents, sigma, conditioning, 0)  # experts are all alike
 

@@ -1,0 +1,245 @@
+"""What is particular to SANA-WM; what holds for every family is in test_families.py."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline, SanaWMPipeline
+from diffusers.models.transformers import transformer_sana_wm as network
+from diffusers.pipelines.sana_wm.cam_utils import action_string_to_c2w, prepare_camera
+from peft import get_peft_model_state_dict
+
+from families import CAMERAS, CASES, EXACT, PROMPTS, first_images
+from wfm_ds.checkpoint.export import loading_lines
+from wfm_ds.contract.case import stock
+from wfm_ds.contract.denoiser import add_adapter
+from wfm_ds.contract.exports import export_to
+from wfm_ds.contract.subject import SEEDS, Subject
+from wfm_ds.data import room
+from wfm_ds.data.folder import folder_set
+from wfm_ds.data.inputs import InputReader, framed_intrinsics
+from wfm_ds.data.pixels import BadMedia, Framing, centre
+from wfm_ds.data.samples import LocalFile
+from wfm_ds.engine.forward import CountedForward
+from wfm_ds.models.sampler import Sampler
+from wfm_ds.models.text_cache import TextCache
+from wfm_ds.recipe.data import DataRecipe
+from wfm_ds.recipe.sampling import SamplingRecipe
+from wfm_ds.types import ConditionalFrames, Prompt
+
+SIZE = (32, 48, 5)
+STEPS, W = 4, 4.0
+
+
+@pytest.fixture(scope="module")
+def subject(tiny_pipelines):
+    return Subject(tiny_pipelines("sana_wm"), CASES["sana_wm"])
+
+
+@pytest.fixture(scope="module")
+def model(subject):
+    """For the tests that change nothing."""
+    return subject.model
+
+
+@pytest.fixture(scope="module")
+def sampler(model):
+    height, width, frames = SIZE
+    settings = SamplingRecipe(height=height, width=width, num_frames=frames, eval_steps=STEPS, guidance_scale=W)
+    joint = {"validation": 4}
+    return Sampler(
+        model=model, texts=TextCache(model), settings=settings, forward=CountedForward(model.denoise), joint_rows=joint
+    )
+
+
+def prompts_of(cameras):
+    return [Prompt(id=text, text=text, inputs=camera) for text, camera in zip(PROMPTS, cameras, strict=True)]
+
+
+def frames_of(model, pixels):
+    return ConditionalFrames(model.encode_pixels(pixels), torch.ones(len(pixels), dtype=torch.int64))
+
+
+# Against the stock pipeline
+
+
+@pytest.mark.parametrize("purpose", ["sample", "validation"])
+def test_a_guided_batch_is_the_stock_pipelines_samples_where_attention_does_not_round(
+    purpose, subject, model, sampler, monkeypatch
+):
+    """Cameras, lenses, first frames and texts differ; both halves of guidance in a forward each, or in one."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
+    given = frames_of(model, subject.pixels())
+    want = subject.drawn(subject.stock(), model.sigmas(STEPS, subject.shape), **subject.call(W))
+    plan, prompts = sampler.evaluation_plan(), prompts_of(CAMERAS)
+    got = sampler.generate(purpose, prompts, SEEDS, plan, conditional_frames=given).clean
+    torch.testing.assert_close(got, want, **EXACT)
+    assert torch.equal(got[:, :, :1], given.latents[:, :, :1])
+
+
+def test_a_picture_of_another_size_and_its_lens_are_cut_as_the_stock_pipeline_cuts_them(model, tmp_path):
+    image = first_images(torch.rand(1, 3, 1, 50, 90))[0]
+    image.save(tmp_path / "image.png")
+    lens = np.array([60, 62, 44, 26], np.float32)
+    processor = stock(model.path, CASES["sana_wm"]).image_processor
+    _, want = processor.preprocess_with_intrinsics(image, lens[None], 32, 48)
+    framing = Framing(height=32, width=48, max_upscale=100.0)
+    got = framed_intrinsics(lens, LocalFile(str(tmp_path / "image.png")), framing, centre)
+    np.testing.assert_allclose(got, want[0], atol=0.5)  # it cuts whole pixels of the scaled picture
+
+
+def test_the_cameras_geometry_is_the_stock_pipelines_in_float32(model):
+    made = model.encode_inputs(CAMERAS, SIZE[2], SIZE[:2])
+    for i, camera in enumerate(CAMERAS):
+        lens = np.broadcast_to(camera["intrinsics"], (5, 4)).copy()
+        want = prepare_camera(camera["c2w"], lens, target_size=SIZE[:2], vae_stride=(2, 8, 8))
+        assert torch.equal(made["raymap"][i], want["raymap"])
+        assert torch.equal(made["chunk_plucker"][i], want["chunk_plucker"])
+    assert {tensor.dtype for tensor in made.values()} == {torch.float32}
+    each = [{**camera, "intrinsics": np.tile(camera["intrinsics"], (5, 1))} for camera in CAMERAS]
+    assert all(torch.equal(made[name], tensor) for name, tensor in model.encode_inputs(each, 5, SIZE[:2]).items())
+
+
+def test_the_latent_of_the_first_frame_is_that_of_the_image_alone(subject, model):
+    pixels = subject.pixels()
+    torch.testing.assert_close(model.encode_pixels(pixels)[:, :, :1], model.encode_pixels(pixels[:, :, :1]), **EXACT)
+
+
+# The camera
+
+
+@torch.no_grad()
+def test_swapping_the_cameras_of_two_rows_swaps_the_velocities(model, sampler):
+    latents = torch.randn(1, *sampler.latent_shape, generator=torch.Generator().manual_seed(1)).repeat(2, 1, 1, 1, 1)
+    sigma = torch.full((2,), 0.5)
+    same = [Prompt(id="a", text="a", inputs=camera) for camera in CAMERAS]
+    here, there = sampler.conditions(same), sampler.conditions(same[::-1])
+    one, other = (sampler.velocity("sample", latents, sigma, told, 0) for told in (here, there))
+    torch.testing.assert_close(one, other.flip(0), **EXACT)
+    assert (one[0] - one[1]).abs().max() > 1e-2
+    assert model.optional_keys <= here.contrast.keys()
+    assert all(torch.equal(here.conditioning[name], here.contrast[name]) for name in model.optional_keys)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"c2w": None}, "a sample has no c2w"),
+        ({"c2w": np.eye(4, dtype=np.float32)[None].repeat(4, 0)}, r"c2w must be \[5, 4, 4\], got \[4, 4, 4\]"),
+        ({"intrinsics": np.ones((4, 4))}, r"intrinsics must be \[4\] or \[5, 4\], got \[4, 4\]"),
+        ({"intrinsics": np.array([0, 1, 2, 2])}, "focal length that is not above 0"),
+    ],
+)
+def test_cameras_that_cannot_be_used_are_refused(model, changes, says):
+    row = {name: array for name, array in (CAMERAS[0] | changes).items() if array is not None}
+    with pytest.raises(ValueError, match=says):
+        model.encode_inputs([CAMERAS[1], row], 5, SIZE[:2])
+
+
+def test_clips_with_a_camera_that_cannot_be_used_are_bad_by_name(model, tmp_path):
+    """A path of another length, one that is no rotation, lenses of three numbers and of none that shows anything, and
+    no camera."""
+    room.write_room(tmp_path / "room")
+    clips = tmp_path / "room" / "clips"
+    np.save(clips / "0001.c2w.npy", np.eye(4)[None].repeat(8, 0))
+    np.save(clips / "0002.c2w.npy", 2 * np.eye(4)[None].repeat(9, 0))
+    lenses = {3: {"intrinsics": [24, 24, 16]}, 4: {"intrinsics": [0, 24, 16, 16]}, 5: {}}
+    for number, lens in lenses.items():
+        camera = {"c2w": f"{number:04}.c2w.npy", **lens}
+        (clips / f"{number:04}.json").write_text(json.dumps({"prompt": "a room", "camera": camera}))
+    data = {"kind": "folder", "path": str(clips), "inputs": ["c2w", "intrinsics"]}
+    recipe = SimpleNamespace(
+        data=DataRecipe(**data), sampling=SamplingRecipe(height=32, width=32, num_frames=5, fps=8, steps=2)
+    )
+    reader = InputReader.of(recipe, model, width=None, scaling=None)
+    framing = Framing(height=32, width=32, num_frames=5, fps=8)
+    samples = folder_set(recipe.data, clips).samples
+    said = []
+    for sample in samples[:5]:
+        with pytest.raises(BadMedia) as refused:
+            reader.prompt(sample, framing, centre)
+        assert refused.value.reason == "bad_input"
+        said.append(str(refused.value))
+    wanted = ("[8, 4, 4]", "no orthonormal rotation", "[3]", "focal length", "does not have it")
+    assert all(words in sentence for words, sentence in zip(wanted, said, strict=True)), said
+    assert reader.prompt(samples[5], framing, centre).inputs["intrinsics"].shape == (5, 4)
+
+
+def test_keys_lead_the_camera_as_they_do_in_the_stock_pipeline_and_the_room_turns_alike():
+    """The room's poses have the axes that the model means: `l` turns right, `w` goes ahead."""
+    keys = action_string_to_c2w("lw-8", translation_speed=0.05, rotation_speed_deg=3.0)
+    np.testing.assert_allclose(room.path_of(3.0, 0.05, 0.0), keys, atol=1e-6)
+
+
+# The network
+
+
+def test_full_training_leaves_alone_what_a_camera_gives_no_gradient(subject, tiny_pipelines):
+    model = subject.fresh()
+    model.denoise(*subject.one_call(model)).square().mean().backward()
+    without = {name for name, weight in model.bare_denoiser.named_parameters() if weight.grad is None}
+    assert without == model.frozen_names()
+    assert {"raymap_embedder.proj.weight", "blocks.1.attn.A_log"} <= without
+    assert all(weight.grad.any() for weight in model.bare_denoiser.parameters() if weight.grad is not None)
+
+
+def test_a_saved_pipeline_has_the_stock_network(model, tmp_path):
+    model.pipeline.save_pretrained(tmp_path)
+    assert type(DiffusionPipeline.from_pretrained(tmp_path, local_files_only=True).transformer) is (
+        network.SanaWMTransformer3DModel
+    )
+
+
+def test_the_lines_of_an_export_load_its_lora_into_plain_diffusers(subject, tmp_path):
+    model = subject.fresh()
+    add_adapter(model, b_std=0.3)
+    out = export_to(tmp_path / "out", model, lora=True)
+    lines, there = loading_lines(model.path, out, lora=True), {}
+    exec(lines, there)
+    want, got = (
+        get_peft_model_state_dict(one, adapter_name="default") for one in (model.denoiser, there["pipe"].transformer)
+    )
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+
+
+# What diffusers does: each fails when it is mended, and docs/models.md says it
+
+
+@torch.no_grad()
+def test_the_network_cuts_its_time_to_whole_numbers(subject, model):
+    noise, _, conditioning = subject.one_call(model)
+    whole, more, next_one = (model.denoise(noise, torch.full((2,), s), conditioning) for s in (0.5, 0.5009, 0.501))
+    assert torch.equal(more[:, :, 1:], whole[:, :, 1:])
+    assert not torch.equal(next_one[:, :, 1:], whole[:, :, 1:])
+
+
+def test_the_stock_call_takes_one_prompt(subject):
+    call = {**subject.model.pipeline_call(1.0, *SIZE), **CAMERAS[0], "image": first_images(subject.pixels())[0]}
+    with pytest.raises(TypeError, match="can only concatenate str"):
+        subject.stock()(prompt=PROMPTS, num_inference_steps=2, **call)
+
+
+def test_the_stock_network_takes_no_adapters_and_its_pipeline_loads_none():
+    assert not hasattr(network.SanaWMTransformer3DModel, "load_lora_adapter")
+    assert not hasattr(SanaWMPipeline, "load_lora_weights")
+
+
+def test_the_stock_network_makes_no_grid_in_bfloat16_on_a_cpu():
+    with pytest.raises(ValueError, match="bfloat16 is not supported by cpu"):
+        network.create_grid(2, 2, dtype=torch.bfloat16)
+
+
+def test_a_bfloat16_network_sees_a_camera_that_was_not_rounded_first(monkeypatch):
+    """Rays that the stock network makes of a pose in bfloat16, as on a GPU, are further from the right ones than rays
+    that are rounded afterwards. The path of its example, at its size."""
+    c2w, lens = action_string_to_c2w("w-80,jw-40,w-40"), np.tile(np.float32([800, 800, 640, 352]), (161, 1))
+    raymap = prepare_camera(c2w, lens, target_size=(704, 1280), vae_stride=(8, 32, 32))["raymap"][None]
+    make, grid, tokens = network._process_camera_conditions_ucpe, network.create_grid, (21, 22, 40)
+    rays, _ = make(raymap, 1, tokens, (1, 1, 1))
+    monkeypatch.setattr(network, "create_grid", lambda dtype, **rest: grid(dtype=torch.float32, **rest).to(dtype))
+    theirs, _ = make(raymap.bfloat16(), 1, tokens, (1, 1, 1))
+    wrong, rounded = (float((found.float() - rays).norm()) for found in (theirs, rays.bfloat16()))
+    assert wrong > 2 * rounded

@@ -1,0 +1,37 @@
+"""A tiny LTX-2 video VAE: two frames and eight pixels along a side to a latent one."""
+
+from __future__ import annotations
+
+import torch
+from diffusers import AutoencoderKLLTX2Video
+
+from wfm_ds.models.base import seeded
+
+CHANNELS = 4
+
+
+def ltx2_vae(seed: int) -> AutoencoderKLLTX2Video:
+    """Random weights, and statistics of the latents that are not 0 and 1, which would hide a mistake."""
+    with seeded(seed):
+        vae = AutoencoderKLLTX2Video(
+            latent_channels=CHANNELS,
+            block_out_channels=(8,),
+            decoder_block_out_channels=(8,),
+            layers_per_block=(1,),
+            decoder_layers_per_block=(1, 1),
+            spatio_temporal_scaling=(True,),
+            decoder_spatio_temporal_scaling=(True,),
+            decoder_inject_noise=(False, False),
+            downsample_type=("spatiotemporal",),
+            upsample_residual=(False,),
+            upsample_factor=(1,),
+            timestep_conditioning=False,
+            patch_size=4,
+            patch_size_t=1,
+            encoder_causal=True,
+            decoder_causal=False,
+            scaling_factor=1.25,
+        )
+        vae.latents_mean.copy_(0.3 * torch.randn(CHANNELS))
+        vae.latents_std.copy_(0.5 + torch.rand(CHANNELS))
+    return vae

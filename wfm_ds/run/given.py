@@ -1,0 +1,125 @@
+"""Inputs of the videos of `wfm generate` besides texts: a first frame, actions, a camera."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from wfm_ds.data.camera import read_camera
+from wfm_ds.data.inputs import framed_intrinsics
+from wfm_ds.data.media import load_media
+from wfm_ds.data.npy import read_npy
+from wfm_ds.data.pixels import Framing, centre
+from wfm_ds.data.samples import LocalFile
+from wfm_ds.data.trajectories import ACTIONS, DOMAIN, INTRINSICS, POSES
+from wfm_ds.errors import UserError
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.conditional_frames import padded
+from wfm_ds.models.sampler import Sampler
+from wfm_ds.recipe.sampling import SamplingRecipe
+from wfm_ds.types import FIRST_FRAME
+
+OPTIONS = {ACTIONS: "--actions", DOMAIN: "--domain", POSES: "--camera", INTRINSICS: "--camera"}
+"""The option by which `wfm generate` is told an input."""
+
+Inputs = dict[str, npt.NDArray[np.float32]]
+
+
+def named(args: argparse.Namespace) -> list[str]:
+    """Return the inputs that the options name."""
+    camera = [POSES, INTRINSICS] if args.camera is not None else []
+    return [name for name in (ACTIONS, DOMAIN) if getattr(args, name) is not None] + camera
+
+
+def first_frame(sampler: Sampler, file: Path | None) -> Tensor | None:
+    """The latents [C,T,h,w] of a video that begins with this image; None for a model that is told it as an input.
+    Raises UserError for a model that continues no images, for one that does nothing else, and for a file that is no
+    image."""
+    model = sampler.model
+    if file is None:
+        if min(model.conditional_frames) > 0:
+            raise UserError(f"{model.path} makes videos from an image alone: name one with --first-frame")
+        return None
+    if 1 not in model.conditional_frames:
+        raise UserError(f"--first-frame: {model.family} ({model.path}) takes no given frames; leave it out")
+    if not model.pins_frames:
+        return None
+    return padded(model.encode_media([picture(sampler, file)])[0], sampler.latent_shape[1])
+
+
+def picture(sampler: Sampler, file: Path) -> npt.NDArray[np.uint8]:
+    """Pixels [H,W,3] of an image, cut to size around its middle. Raises UserError for a file that is no image."""
+    return load_media(LocalFile(str(file)), framing(sampler.settings), centre)
+
+
+def framing(settings: SamplingRecipe) -> Framing:
+    return Framing(height=settings.height, width=settings.width, max_upscale=math.inf)
+
+
+def told(sampler: Sampler, args: argparse.Namespace) -> Inputs:
+    """Inputs of every video, by --actions and --domain, by --camera and --intrinsics, and by --first-frame if the model
+    is told it so. Raises UserError for a model that takes no such thing, and for a file that it cannot use."""
+    model, size, given = sampler.model, sampler.settings, named(args)
+    for name in given:
+        if name not in model.takes:
+            raise UserError(f"{OPTIONS[name]}: {model.family} ({model.path}) takes no {name}; leave it out")
+    for name, taken in model.takes.items():
+        if taken.required and name not in given:
+            option = OPTIONS[name]
+            raise UserError(f"{model.family} ({model.path}) makes no video without {name}: name a file with {option}")
+    inputs: Inputs = {}
+    if args.actions is not None:
+        inputs |= actions_of(args)
+    if args.camera is not None:
+        inputs |= camera_of(args, size)
+    if inputs:
+        check(model, inputs, size, args)
+    if args.first_frame is not None and not model.pins_frames:
+        inputs[FIRST_FRAME] = picture(sampler, args.first_frame).astype(np.float32)
+    return inputs
+
+
+def actions_of(args: argparse.Namespace) -> Inputs:
+    with refusing("--actions", args.actions), args.actions.open("rb") as file:
+        inputs = {ACTIONS: read_npy(file)}
+        if not np.isfinite(inputs[ACTIONS]).all():
+            raise ValueError("it has NaN or infinite numbers")
+    return inputs if args.domain is None else inputs | {DOMAIN: np.asarray(args.domain, np.float32)}
+
+
+def camera_of(args: argparse.Namespace, size: SamplingRecipe) -> Inputs:
+    """The camera, its lens that of the pixels that are drawn: the first frame's are cut and scaled."""
+    with refusing("--camera", args.camera):
+        inputs = read_camera(args.camera, args.intrinsics)
+        if args.first_frame is not None:
+            image = LocalFile(str(args.first_frame))
+            inputs[INTRINSICS] = framed_intrinsics(inputs[INTRINSICS], image, framing(size), centre)
+    return inputs
+
+
+def check(model: DiffusionModel, inputs: Inputs, size: SamplingRecipe, args: argparse.Namespace) -> None:
+    """UserError for inputs that the model cannot use."""
+    try:
+        model.encode_inputs([inputs], size.num_frames, (size.height, size.width))
+    except ValueError as error:
+        options = dict.fromkeys(OPTIONS[name] for name in inputs)
+        files = [str(file) for file in (args.actions, args.camera) if file is not None]
+        raise UserError(
+            f"{' and '.join(options)}: {model.family} cannot follow {' and '.join(files)}: {error}"
+        ) from error
+
+
+@contextmanager
+def refusing(option: str, value: object) -> Iterator[None]:
+    """Turn what cannot be read in the block into a UserError."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise UserError(f"{option}: {value} cannot be read: {error}") from error
