@@ -117,7 +117,7 @@ class Subject:
         return levels / 255
 
     def one_call(self, model: DiffusionModel, count: int = 2, expert: int = 0) -> tuple[Tensor, Tensor, Conditioning]:
-        """Arguments of one `denoise`: another sigma, prompt, first frame or number of them, and inputs for each sample."""
+        """Arguments of one `denoise`: other sigmas, prompts, first frames or numbers of them, and required inputs."""
         given = (min(model.conditional_frames), max(model.conditional_frames)) if model.may_pin else (0, 0)
         conditioning = model.encode_text(PROMPTS[:count]) | self.besides(model, count, given)
         return self.noise(count), torch.tensor(self.case.sigmas[expert])[:count], conditioning

@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from wfm_ds.data.moving import write_video
-from wfm_ds.errors import DataError
+from wfm_ds.data.written import require_new, write_video
 from wfm_ds.program import program
 from wfm_ds.seeds import derive_seed
 
 Floats = npt.NDArray[np.float64]
 
 NUM_CLIPS, NUM_FRAMES, SIDE = 24, 9, 32  # of square pixels
+FPS = 8
 LENS = (24.0, 24.0, SIDE / 2, SIDE / 2)  # fx, fy, cx, cy in pixels
 HALF = np.array([2.0, 1.0, 2.0])  # the room, from its middle to its walls, in metres: x right, y down, z ahead
 TILE = 0.5
@@ -65,7 +65,7 @@ def write_clip(folder: Path, number: int) -> tuple[Floats, npt.NDArray[np.uint8]
     turn, ahead, aside = draw.uniform(-1, 1, 3) * [TURN, STEP, STEP]
     poses, stem = path_of(turn, ahead, aside), f"{number:04}"
     frames = seen(poses)
-    write_video(folder / f"{stem}.mkv", frames)
+    write_video(folder / f"{stem}.mkv", frames, FPS)
     np.save(folder / f"{stem}.c2w.npy", poses.astype(np.float32))
     prompt = f"a tiled room, the camera turns {'right' if turn > 0 else 'left'}"
     camera = {"c2w": f"{stem}.c2w.npy", "intrinsics": LENS}
@@ -79,8 +79,7 @@ def write_room(out: Path) -> int:
 
     Raises DataError if the folder exists and is not empty.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out} exists and is not an empty folder: name a new one, or remove it")
+    require_new(out)
     (out / "clips").mkdir(parents=True)
     for number in range(1, NUM_CLIPS + 1):
         poses, frames = write_clip(out / "clips", number)
