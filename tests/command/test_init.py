@@ -142,3 +142,17 @@ def test_mistakes_are_one_sentence_and_leave_nothing(init, pictures, tmp_path):
     code, _, said = init("--data", folder, "--model", "tiny:sd3")
     assert (code, (tmp_path / "mine.yaml").read_text()) == (2, "mine")
     assert init("--data", folder, "--model", "tiny:sd3", "--force")[0] == 0
+
+
+def test_a_model_that_begins_with_an_image_gets_clips_that_say_so(init, pictures, tmp_path):
+    clips = tmp_path / "clips"
+    clips.mkdir()
+    write_clip(clips / "0.mp4", count=12, size=(32, 32))
+    (clips / "0.txt").write_text("a clip")
+    code, recipe, said = init("--data", clips, "--model", "tiny:wan22_i2v")
+    assert code == 0, said
+    assert recipe.algorithm.num_conditional_frames == (1, 1)
+    (tmp_path / "p.txt").write_text("a cat\n")
+    for words in (("--data", tmp_path / "p.txt", "--rl", "motion"), ("--data", pictures((64, 64)))):
+        code, _, said = init(*words, "--model", "tiny:wan22_i2v", "--force")
+        assert (code, "begin with" in said) == (2, True)

@@ -33,6 +33,10 @@ class Line(NamedTuple):
 
 
 Sections = dict[str, list[Line]]
+FROM_AN_IMAGE = [
+    Line("min_num_conditional_frames", 1, "of each clip, which the pipeline makes a video of"),
+    Line("max_num_conditional_frames", 1),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ class Pipeline:
     width: int
     num_frames: int
     guidance_scale: float
+    needs_image: bool = False  # its call is about an image
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +126,7 @@ def described(path: str) -> Pipeline:
         width=side or call["width"],
         num_frames=frames,
         guidance_scale=family.stock_guidance(index, call),
+        needs_image="image" in stock and stock["image"].default is inspect.Parameter.empty,
     )
 
 
@@ -157,6 +163,8 @@ def supervised(args: argparse.Namespace, model: Pipeline, media: Media) -> Secti
     """A recipe of SFT on these media. Raises UserError for videos and a model that draws images."""
     if media.are_videos and not model.video:
         raise UserError(f"{args.data} holds videos, and {model.title} makes images: name a video model, or images")
+    if model.needs_image and not media.are_videos:
+        raise UserError(f"{args.data} holds images, and {model.title} makes videos that begin with one: name videos")
     height, width, why = training_size(model, media.sizes)
     far = [size for size in media.sizes if is_far(size, (height, width))]
     data = [Line("kind", "folder"), Line("path", str(args.data)), Line("caption_dropout", 0.1, "for guidance")]
@@ -175,7 +183,7 @@ def supervised(args: argparse.Namespace, model: Pipeline, media: Media) -> Secti
             *([Line("num_frames", frames)] if model.video else []),
             Line("guidance_scale", model.guidance_scale, "in samples; the pipeline's own"),
         ],
-        "algorithm": [Line("name", "sft")],
+        "algorithm": [Line("name", "sft"), *(FROM_AN_IMAGE if model.needs_image else [])],
         "validation": [Line("every", 100, "optimizer steps between samples")],
         "checkpoint": [Line("every", 200)],
     }
@@ -190,6 +198,11 @@ def reinforced(args: argparse.Namespace, model: Pipeline) -> tuple[str, Sections
     file: Path = args.data
     if not file.is_file():
         raise UserError(f"{file} is no file: with --rl, --data names a .txt with a prompt a line, or a .jsonl")
+    if model.needs_image:
+        raise UserError(
+            f"{file} has prompts alone, and {model.title} makes videos that begin with an image: see "
+            "recipes/wan22_i2v_nft.yaml"
+        )
     reward = registry.describe(args.rl)
     kind = "video" if model.video else "image"
     if kind not in reward.media:
