@@ -79,7 +79,8 @@ def model(tiny_pipelines):
 @pytest.fixture
 def full(model, tmp_path):
     """A checkpoint of all weights, and the two policies in it."""
-    start = {name: p.detach() for name, p in model.bare_denoiser.named_parameters()}
+    parameters, frozen = model.bare_denoiser.named_parameters(), model.frozen_names()
+    start = {name: p.detach() for name, p in parameters if name not in frozen}
     states = {"train": moved(start, 1), "ema": moved(start, 2)}
     return write_checkpoint(tmp_path / "step_7", ExportTarget.of(model), states), states
 
@@ -113,7 +114,7 @@ def test_a_full_checkpoint_gives_the_files_that_the_run_would_export(model, full
     assert run(capsys, checkpoint, tmp_path / "out")[0] == 0
     with torch.no_grad():
         for name, parameter in model.bare_denoiser.named_parameters():
-            parameter.copy_(states["ema"][name])
+            parameter.copy_(states["ema"].get(name, parameter))
     own = Weights(model.bare_denoiser.state_dict())
     export(ExportTarget.of(model), own, tmp_path / "own", policy="ema", dtype=torch.float32, is_main=True)
     assert contents(tmp_path / "out") == contents(tmp_path / "own")

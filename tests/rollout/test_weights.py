@@ -34,6 +34,7 @@ class Trained:
 
         self.lora, self.model, draw = lora, loaded(path), torch.Generator().manual_seed(seed)
         denoiser = self.model.denoiser
+        self.frozen = frozenset() if lora else self.model.frozen_names()
         self.config = peft.LoraConfig(
             r=RANK, lora_alpha=4, target_modules=list(self.model.default_lora_targets), **kinds
         )
@@ -42,12 +43,12 @@ class Trained:
             Adapters(denoiser)
         with torch.no_grad():
             for name, parameter in denoiser.named_parameters():
-                if not lora or ".default." in name:
+                if name not in self.frozen and (not lora or ".default." in name):
                     parameter.copy_(0.1 * torch.randn(parameter.shape, generator=draw))
 
     def named_full_tensors(self, policy):
         for name, tensor in self.model.denoiser.state_dict().items():
-            if not self.lora or ".default." in name:
+            if name not in self.frozen and (not self.lora or ".default." in name):
                 yield name.replace(".default.", "."), tensor
 
     def lora_config(self):
