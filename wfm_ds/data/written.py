@@ -1,4 +1,4 @@
-"""What the writers of small data sets share: a folder of their own, and videos without loss."""
+"""Pieces that the writers of small data sets share: a folder of their own, and videos without loss."""
 
 from __future__ import annotations
 
