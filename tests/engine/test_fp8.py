@@ -6,6 +6,7 @@ from torch import nn
 
 from families import CASES, PROMPTS
 from multi_rank.training import inputs, small_sd3
+from wfm_ds.contract.subject import Subject
 from wfm_ds.engine.base_precision import quantise_base
 from wfm_ds.engine.fp8 import Fp8Linear, Fp8TwiceLinear, require_fp8
 from wfm_ds.engine.live import LiveBytes
@@ -105,7 +106,8 @@ def test_predictions_of_every_family_stay_near_and_a_sample_is_the_same_in_any_b
     case = CASES[family]
     model = registry.load(tiny_pipelines(family), dtype=BF16, device="cpu", **case.load_options)
     latents = torch.randn(2, *model.latent_shape(*case.size), generator=torch.Generator().manual_seed(0))
-    conditioning, sigma_B = model.encode_text(PROMPTS), torch.tensor(case.sigmas[0])
+    told = Subject(tiny_pipelines(family), case).besides(model)
+    conditioning, sigma_B = model.encode_text(PROMPTS) | told, torch.tensor(case.sigmas[0])
     with torch.no_grad():
         plain = model.denoise(latents, sigma_B, conditioning)
         quantise_base(model.bare_denoiser, model.block_classes, "fp8", BF16, CPU)

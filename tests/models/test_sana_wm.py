@@ -24,6 +24,7 @@ from wfm_ds.data.pixels import BadMedia, Framing, centre
 from wfm_ds.data.samples import LocalFile
 from wfm_ds.engine.forward import CountedForward
 from wfm_ds.models.sampler import Sampler
+from wfm_ds.models.sana_wm import SanaWM
 from wfm_ds.models.text_cache import TextCache
 from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.sampling import SamplingRecipe
@@ -35,7 +36,9 @@ STEPS, W = 4, 4.0
 
 @pytest.fixture(scope="module")
 def subject(tiny_pipelines):
-    return Subject(tiny_pipelines("sana_wm"), CASES["sana_wm"])
+    found = Subject(tiny_pipelines("sana_wm"), CASES["sana_wm"])
+    assert isinstance(found.model, SanaWM)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +154,9 @@ def test_clips_with_a_camera_that_cannot_be_used_are_bad_by_name(model, tmp_path
         (clips / f"{number:04}.json").write_text(json.dumps({"prompt": "a room", "camera": camera}))
     data = {"kind": "folder", "path": str(clips), "inputs": ["c2w", "intrinsics"]}
     recipe = SimpleNamespace(
-        data=DataRecipe(**data), sampling=SamplingRecipe(height=32, width=32, num_frames=5, fps=8, steps=2)
+        data=DataRecipe(**data),
+        sampling=SamplingRecipe(height=32, width=32, num_frames=5, fps=8, steps=2),
+        algorithm=SimpleNamespace(num_conditional_frames=(1, 1)),
     )
     reader = InputReader.of(recipe, model, width=None, scaling=None)
     framing = Framing(height=32, width=32, num_frames=5, fps=8)
