@@ -9,6 +9,7 @@ from PIL import Image
 from clips import write_clip
 from wfm_ds.command import init as command
 from wfm_ds.command.main import main
+from wfm_ds.data.room import write_room
 from wfm_ds.models import registry
 from wfm_ds.recipe import file as recipe_file
 
@@ -142,6 +143,14 @@ def test_mistakes_are_one_sentence_and_leave_nothing(init, pictures, tmp_path):
     code, _, said = init("--data", folder, "--model", "tiny:sd3")
     assert (code, (tmp_path / "mine.yaml").read_text()) == (2, "mine")
     assert init("--data", folder, "--model", "tiny:sd3", "--force")[0] == 0
+
+
+def test_inputs_that_a_model_cannot_do_without_are_named(init, tmp_path):
+    write_room(tmp_path / "room")
+    code, recipe, said = init("--data", tmp_path / "room" / "clips", "--model", "tiny:sana_wm")
+    assert code == 0, said
+    assert sorted(recipe.data.inputs) == ["c2w", "intrinsics"]
+    assert recipe.algorithm.num_conditional_frames == (1, 1)
 
 
 def test_a_model_that_begins_with_an_image_gets_clips_that_say_so(init, pictures, tmp_path):

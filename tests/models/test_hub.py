@@ -15,7 +15,9 @@ from wfm_ds.errors import ModelError
 from wfm_ds.generate import main as generate
 from wfm_ds.models import hub, registry
 from wfm_ds.models.empty import load_empty
+from wfm_ds.recipe import file as recipe_file
 
+RECIPES = Path(__file__).parent.parent.parent / "recipes"
 NAME = "stabilityai/stable-diffusion-3.5-medium"
 EXTRA = {
     "README.md": b"# card",
@@ -253,3 +255,10 @@ def test_a_folder_goes_before_an_id_and_a_path_is_none(tmp_path, monkeypatch, ti
     assert refusal("models/Cosmos-Predict2.5-2B").endswith(
         "model.path=nvidia/Cosmos-Predict2.5-2B model.revision=diffusers/base/post-trained"
     )
+
+
+def test_the_folder_of_each_shipped_recipe_is_told_where_it_comes_from():
+    folders = {recipe_file.load(path).model.path for path in RECIPES.glob("*.yaml") if "reason" not in path.stem}
+    converted = "models/Cosmos-Predict2.5-14B"  # of that there is an original checkpoint alone
+    for folder in folders - {converted}:
+        assert f"/{folder.removeprefix('models/')}" in refusal(folder)

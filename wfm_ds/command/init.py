@@ -50,7 +50,8 @@ class Pipeline:
     width: int
     num_frames: int
     guidance_scale: float
-    needs_image: bool = False  # its call is about an image
+    needs_image: bool = False
+    inputs: tuple[str, ...] = ()  # that it cannot do without
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,8 @@ def described(path: str) -> Pipeline:
         width=side or call["width"],
         num_frames=frames,
         guidance_scale=family.stock_guidance(index, call),
-        needs_image="image" in stock and stock["image"].default is inspect.Parameter.empty,
+        needs_image=family.needs_first_frame(folder),
+        inputs=tuple(name for name, taken in family.takes.items() if taken.required),
     )
 
 
@@ -173,6 +175,8 @@ def supervised(args: argparse.Namespace, model: Pipeline, media: Media) -> Secti
     if len(far) > MANY * len(media.sizes):
         share = round(100 * len(far) / len(media.sizes))
         data.append(Line("buckets", "auto", f"{share} % of the media have quite another shape than {width} x {height}"))
+    if model.inputs:
+        data.append(Line("inputs", list(model.inputs), "beside each of the media (docs/data.md#inputs)"))
     frames = model.num_frames if media.are_videos else 1
     return {
         **started(args, model, steps=1000, unit=f"a sample a GPU in each; there are {media.num_samples}"),
@@ -200,8 +204,8 @@ def reinforced(args: argparse.Namespace, model: Pipeline) -> tuple[str, Sections
         raise UserError(f"{file} is no file: with --rl, --data names a .txt with a prompt a line, or a .jsonl")
     if model.needs_image:
         raise UserError(
-            f"{file} has prompts alone, and {model.title} makes videos that begin with an image: see "
-            "recipes/wan22_i2v_nft.yaml"
+            f"{file} has prompts alone, and {model.title} makes videos that begin with an image: copy the recipe of "
+            "such a model (wfm recipes), recipes/wan22_i2v_nft.yaml or sana_wm_nft.yaml"
         )
     reward = registry.describe(args.rl)
     kind = "video" if model.video else "image"

@@ -9,11 +9,14 @@ from torch import Tensor
 
 from wfm_ds.contract.case import PROMPTS, denoise_latents
 from wfm_ds.contract.pixels import refused
-from wfm_ds.contract.subject import SEEDS, DoesNotApply, Subject, require, require_close
+from wfm_ds.contract.subject import NO_INPUTS, SEEDS, DoesNotApply, Subject, require, require_close
 from wfm_ds.models.conditional_frames import with_conditional_frames
 from wfm_ds.sampling.noise import seeded_normal
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from wfm_ds.contract.case import Inputs
     from wfm_ds.models.base import DiffusionModel
     from wfm_ds.types import Conditioning
 
@@ -43,9 +46,9 @@ def a_batch_of_inputs_is_its_samples(subject: Subject) -> None:
     with torch.no_grad():
         batch = model.denoise(latents, sigma, text | told)
         for i, row in enumerate(subject.inputs()):
-            one = model.encode_inputs([row], subject.size[2], subject.size[:2])
+            one = _encoded(subject, model, [row])
             require(one.keys() == told.keys(), f"of one sample there is {sorted(one)}, of two {sorted(told)}")
-            conditioning = subject.told(model, [PROMPTS[i]]) | _given(subject, model, 1) | one
+            conditioning = {name: rows[i : i + 1] for name, rows in text.items()} | one
             alone = model.denoise(latents[i : i + 1], sigma[i : i + 1], conditioning)
             require_close(f"sample {i} of a batch with inputs", batch[i : i + 1], alone, case.close)
 
@@ -55,7 +58,7 @@ def both_halves_of_guidance_are_told(subject: Subject) -> None:
     model, case = _model(subject), subject.case
     latents, sigma, text = _one_call(subject)
     null = model.caption(model.null_text(), *subject.size, negative=True)
-    contrast, told = model.encode_negative([null] * 2) | _given(subject, model), _told(subject)
+    contrast, told = model.encode_negative([null] * 2) | subject.besides(model), _told(subject)
     with torch.no_grad():
         halves = [model.denoise(latents, sigma, half | told) for half in (text, contrast)]
         untold = model.denoise(latents, sigma, contrast) if not _required(model) else None
@@ -97,7 +100,7 @@ def inputs_that_are_missing(subject: Subject) -> None:
         without = [{key: array for key, array in row.items() if key != name} for row in rows]
         refused(f"a sample without {name}", model.encode_inputs, without, subject.size[2], subject.size[:2], says=name)
     needed = [{name: array for name, array in row.items() if name in required} for row in rows]
-    told = model.encode_inputs(needed, subject.size[2], subject.size[:2]) if required else {}
+    told = _encoded(subject, model, needed)
     latents, sigma, text = _one_call(subject)
     with torch.no_grad():
         velocity = model.denoise(latents, sigma, text | told)
@@ -108,7 +111,7 @@ def _model(subject: Subject) -> DiffusionModel:
     """A model that is told all inputs of the case. Raises DoesNotApply for a family without any."""
     if not subject.model.takes:
         raise DoesNotApply("the family takes no inputs")
-    require(subject.case.inputs is not None, "the family takes inputs: give the case's `inputs`, two samples' arrays")
+    require(subject.case.inputs is not None, NO_INPUTS)
     named = {name for row in subject.inputs() for name in row}
     unknown = sorted(named - subject.model.takes.keys())
     require(not unknown, f"the case's inputs name {unknown}, and `takes` {sorted(subject.model.takes)}")
@@ -122,7 +125,7 @@ def _required(model: DiffusionModel) -> list[str]:
 def _told(subject: Subject) -> Conditioning:
     """Conditioning of the inputs of two samples, under keys that the family states."""
     model = _model(subject)
-    told = model.encode_inputs(subject.inputs(), subject.size[2], subject.size[:2])
+    told = _encoded(subject, model, subject.inputs())
     strange = sorted(told.keys() - model.optional_keys)
     require(bool(told) and not strange, f"encode_inputs gives {sorted(told)}, of optional_keys {model.optional_keys}")
     return told
@@ -131,7 +134,7 @@ def _told(subject: Subject) -> Conditioning:
 def _one_call(subject: Subject) -> tuple[Tensor, Tensor, Conditioning]:
     """Noise, sigma and text of two unlike samples, with the frames that they must be given."""
     model = _model(subject)
-    text = subject.told(model, PROMPTS) | _given(subject, model)
+    text = subject.told(model, PROMPTS)
     return subject.noise(), torch.tensor(subject.case.sigmas[0]), text
 
 
@@ -139,7 +142,7 @@ def _alike(subject: Subject) -> Conditioning:
     """Text and given frames of two samples that are alike."""
     model = _model(subject)
     text = subject.told(model, [PROMPTS[0]] * 2)
-    return text | {name: tensor[:1].expand_as(tensor) for name, tensor in _given(subject, model).items()}
+    return {name: tensor[:1].expand_as(tensor) for name, tensor in text.items()}
 
 
 def _velocity(subject: Subject, conditioning: Conditioning) -> Tensor:
@@ -150,13 +153,9 @@ def _velocity(subject: Subject, conditioning: Conditioning) -> Tensor:
         return _model(subject).denoise(noise.repeat(2, *[1] * (noise.ndim - 1)), sigma, conditioning)
 
 
-def _given(subject: Subject, model: DiffusionModel, count: int = 2) -> Conditioning:
-    """The fewest frames that the family can do with, if it cannot do without."""
-    fewest = min(model.conditional_frames)
-    if fewest == 0:
-        return {}
-    latents = model.encode_pixels(subject.pixels(1)).repeat(count, *[1] * len(subject.shape))
-    return with_conditional_frames({}, latents, torch.full((count,), fewest))
+def _encoded(subject: Subject, model: DiffusionModel, rows: Sequence[Inputs]) -> Conditioning:
+    """Conditioning of the inputs of samples that begin alike."""
+    return subject.encoded(model, rows, subject.pictures[:1] * len(rows))
 
 
 def _generator(seed: int) -> torch.Generator:

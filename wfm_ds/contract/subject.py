@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
 SEEDS = [11, 12]
+NO_INPUTS = "the family takes inputs: give the case's `inputs`, two samples' arrays"
 MOST_FRAMES = 64  # among which two latent frames are looked for
 
 
@@ -131,16 +132,22 @@ class Subject:
     def besides(self, model: DiffusionModel, count: int = 2, given: Sequence[int] | None = None) -> Conditioning:
         """The conditioning of so many samples that each must have besides its text: required inputs, a first frame that
         it is told, and so many first frames that are pinned, else the fewest that the family takes."""
-        height, width, frames = self.size
         needed = {name for name, taken in model.takes.items() if taken.required}
+        require(not needed or self.case.inputs is not None, NO_INPUTS)
         rows = [{name: row[name] for name in needed} for row in self.inputs()[:count]] if needed else [{}] * count
-        if not model.pins_frames:
-            rows = [row | {FIRST_FRAME: one.astype(np.float32)} for row, one in zip(rows, self.pictures, strict=False)]
-        told = model.encode_inputs(rows, frames, (height, width)) if rows[0] else {}
+        told = self.encoded(model, rows, self.pictures)
         given = [min(model.conditional_frames) if model.may_pin else 0] * count if given is None else given[:count]
         if any(given):
             told = with_conditional_frames(told, model.encode_pixels(self.pixels(count)), torch.tensor(given))
         return told
+
+    def encoded(
+        self, model: DiffusionModel, rows: Sequence[Inputs], pictures: Sequence[npt.NDArray[np.uint8]]
+    ) -> Conditioning:
+        """Conditioning of the inputs of some samples, and of the pictures if the family is told first frames so."""
+        if not model.pins_frames:
+            rows = [row | {FIRST_FRAME: one.astype(np.float32)} for row, one in zip(rows, pictures, strict=False)]
+        return model.encode_inputs(rows, self.size[2], self.size[:2]) if any(rows) else {}
 
     @cached_property
     def pictures(self) -> list[npt.NDArray[np.uint8]]:

@@ -62,7 +62,8 @@ class Reached:
             more = f" and {len(missed) - NAMED} more" if len(missed) > NAMED else ""
             error = ModelError(
                 f"{', '.join(missed[:NAMED])}{more}: no gradient reached what is to train, and weight decay alone "
-                "would move it; name it in the family's `frozen`, or leave its layer out of lora.target_modules"
+                "would move it; name it in the family's `frozen` (a reasoner's in language.freeze), or leave its layer "
+                "out of lora.target_modules"
             )
             error.agreed = True
             raise error

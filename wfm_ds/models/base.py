@@ -127,6 +127,11 @@ class DiffusionModel(ABC):
         return {}
 
     @classmethod
+    def needs_first_frame(cls, folder: Path) -> bool:
+        """Tell whether the pipeline of this folder makes videos of an image alone."""
+        return False
+
+    @classmethod
     def stock_guidance(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
         """The w of a stock picture, by the pipeline's model_index.json and the arguments of its call."""
         return float(call.get("guidance_scale", 1.0))

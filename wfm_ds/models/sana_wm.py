@@ -29,6 +29,8 @@ from wfm_ds.models.loading import stored_call
 from wfm_ds.pinned import on_device
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from wfm_ds.types import Conditioning
 
 INSTRUCTION = "chi_prompt"  # the stock call's argument: lines that go before each prompt, null for its own
@@ -158,6 +160,10 @@ class SanaWM(DiffusionModel):
         """
         rows = [self.camera(row, num_frames, size) for row in inputs]
         return {name: on_device(torch.cat([row[name] for row in rows]), self.device) for name in CAMERA}
+
+    @classmethod
+    def needs_first_frame(cls, folder: Path) -> bool:
+        return True
 
     def input_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
         _, *size = shape

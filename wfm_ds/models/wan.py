@@ -97,6 +97,11 @@ class Wan(DiffusionModel):
             self.conditional_frames = (0, 1)
         return networks["transformer"] if self.boundary is None else Experts(networks)
 
+    @classmethod
+    def needs_first_frame(cls, folder: Path) -> bool:
+        config = read_json(folder / "transformer" / "config.json")
+        return bool(config["in_channels"] > config["out_channels"])
+
     def image_conditions(self, pipeline: Any, configs: Sequence[Any]) -> ImageConditions | None:
         """Return what tells these networks a first frame; None if they take latents alone."""
         latents = pipeline.vae.config.z_dim

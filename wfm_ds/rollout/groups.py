@@ -179,13 +179,13 @@ class PairGroups:
         self,
         job: Job,
         source: Reader,
-        encode: Callable[[Sequence[TrainingSample]], Tensor],
+        encode: Callable[[Sequence[TrainingSample]], Tensor] | None,
         num_conditional_frames: tuple[int, int] = (0, 0),
         trajectories: Trajectories | None = None,
     ) -> None:
-        """encode: clean latents [B, ...] float32 of samples, collective. num_conditional_frames: the
-        smallest and the largest number of latent frames that a group is given. trajectories: what groups are told
-        instead of what their clips do; None: nothing."""
+        """encode: clean latents [B, ...] float32 of samples, collective; None: groups have no data of their own.
+        num_conditional_frames: the smallest and the largest number of latent frames that a group is given.
+        trajectories: what groups are told instead of what their clips do; None: nothing."""
         self.trajectories = trajectories
         self.job, self.source, self.encode, self.num_conditional_frames = job, source, encode, num_conditional_frames
         self.num_groups, size = job.recipe.rl.rollout.prompts_per_step, job.recipe.rl.rollout.group_size
@@ -201,7 +201,8 @@ class PairGroups:
             media = read_once(job.world, lambda: self.source.at(here, ahead=[p + self.num_groups for p in here]))
         with job.timer("encode"):
             # One by one: the last bits of a latent must not depend on what else the rank encodes.
-            data = {g: self.encode([m])[0] for g, m in zip(self.mine, media, strict=True)}
+            encode = self.encode
+            data = {} if encode is None else {g: encode([m])[0] for g, m in zip(self.mine, media, strict=True)}
         captions = [[g, pack_prompt(m.prompt)] for g, m in zip(self.mine, media, strict=True)]
         prompts = {g: unpack_prompt(packed) for part in job.world.replica_gather(captions) for g, packed in part}
         if self.trajectories is not None:

@@ -72,8 +72,12 @@ def told(sampler: Sampler, args: argparse.Namespace) -> Inputs:
             raise UserError(f"{OPTIONS[name]}: {model.family} ({model.path}) takes no {name}; leave it out")
     for name, taken in model.takes.items():
         if taken.required and name not in given:
-            option = OPTIONS[name]
-            raise UserError(f"{model.family} ({model.path}) makes no video without {name}: name a file with {option}")
+            way = (
+                f"name a file with {OPTIONS[name]}"
+                if name in OPTIONS
+                else "draw in a run's validation, which is told it"
+            )
+            raise UserError(f"{model.family} ({model.path}) makes no video without {name}: {way}")
     inputs: Inputs = {}
     if args.actions is not None:
         inputs |= actions_of(args)

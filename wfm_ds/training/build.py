@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from wfm_ds.algorithms import RlAlgorithm, build_rl, build_supervised, engine_policies
-from wfm_ds.data.datasets import TrainingData, batch_source, buckets_of, inputs_of, log_rejected, readable
+from wfm_ds.data.datasets import (
+    TrainingData,
+    batch_source,
+    buckets_of,
+    inputs_of,
+    log_rejected,
+    readable,
+    trains_on_data,
+)
 from wfm_ds.data.prompts import PromptOrder
 from wfm_ds.data.replica import chosen_once
 from wfm_ds.data.shared import read_on_main
@@ -309,4 +317,6 @@ def group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources
         latents = clean_latents(job, samples)
         return padded(latents, job.sampler.latent_shape[1]) if given[1] else latents
 
-    return PairGroups(job, source, encode, job.model.pinned(given), Trajectories(recipe, data.actions))
+    pinned = job.model.pinned(given)
+    read = encode if pinned[1] or trains_on_data(recipe) else None
+    return PairGroups(job, source, read, pinned, Trajectories(recipe, data.actions))
