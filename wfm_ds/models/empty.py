@@ -33,8 +33,8 @@ def load_empty(
     embedded_guidance: float | None = None,
 ) -> DiffusionModel:
     """Load the family of a pipeline folder onto the meta device, in seconds and without its weights; it has no
-    tokenizers, so no text can be encoded. ModelError as for `registry.resolve`, for a config that cannot be read, and for a
-    guidance to embed that the network does not take.
+    tokenizers, so no text can be encoded. ModelError as for `registry.resolve`, for a config that cannot be read, and
+    for a guidance to embed that the network does not take.
     """
     folder = registry.resolve(path, own_family, revision, weights=False)
     family = registry.family_of(folder, own_family)

@@ -47,8 +47,8 @@ def load_pipeline(
     """The diffusers pipeline in `folder`, on the CPU, offline, from safetensors only.
 
     `dtype_of(name)` is the dtype of a network; `extra` are parts that the folder does not hold; `mapped` are networks
-    whose parameters stay as they are stored (load_network); `late` are parts to set when it is made, unchecked. ModelError if a required part is null in the index, or if
-    anything is missing, damaged or does not fit its config.
+    whose parameters stay as they are stored (load_network); `late` are parts to set when it is made, unchecked.
+    ModelError if a required part is null in the index, or if anything is missing, damaged or does not fit its config.
     """
     index = read_json(folder / "model_index.json")
     absent = [name for name, entry in index.items() if entry == ABSENT]
