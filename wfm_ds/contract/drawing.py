@@ -26,7 +26,7 @@ def latents_with_guidance(subject: Subject) -> None:
 
 
 def latents_with_another_embedded_guidance(subject: Subject) -> None:
-    """Where the network takes a guidance scale as an input, another one makes the stock pipeline's other latents."""
+    """Another embedded guidance draws the latents that the stock pipeline draws with it, unlike those of its own."""
     if subject.model.embedded_guidance is None:
         raise DoesNotApply("the network takes no guidance scale as an input")
     other = subject.fresh(embedded_guidance=2 * subject.model.embedded_guidance)
