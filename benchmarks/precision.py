@@ -43,6 +43,7 @@ SIZES: Mapping[str, tuple[int, int, int]] = {  # height, width, frames
     "digits": (8, 8, 1),
     "moving": (32, 32, 5),
     "flux2": (64, 64, 1),
+    "flux2_dev": (64, 64, 1),
     "qwen_image": (64, 64, 1),
     "z_image": (64, 64, 1),
     "cosmos3": (64, 64, 9),

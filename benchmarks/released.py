@@ -28,6 +28,7 @@ from diffusers import (
     DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
+    Flux2Pipeline,
     Flux2Transformer2DModel,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
@@ -202,7 +203,7 @@ def cosmos3_text(num_layers: int) -> dict[str, tuple[int, ...]]:
 
 # Parameters of text encoders.
 GEMMA_2B, UMT5_XXL, QWEN_7B = 2_610_000_000, 5_680_000_000, 8_290_000_000
-QWEN3_4B = 4_020_000_000
+QWEN3_4B, MISTRAL_24B = 4_020_000_000, 24_000_000_000
 
 RELEASED = {
     "sd35m": Released(
@@ -290,6 +291,17 @@ RELEASED = {
         conditioning={"prompt_embeds": (512, 3 * 2560)},
         size=(1024, 1024, 1),
         text_parameters=QWEN3_4B,
+    ),
+    "flux2_dev": Released(
+        title="FLUX.2-dev 32B",
+        folder="FLUX.2-dev",
+        pipeline=Flux2Pipeline,
+        transformer=Flux2Transformer2DModel,
+        vae=AutoencoderKLFlux2,
+        scheduler=partial(FlowMatchEulerDiscreteScheduler, use_dynamic_shifting=True, shift=3.0),
+        conditioning={"prompt_embeds": (512, 3 * 5120)},
+        size=(1024, 1024, 1),
+        text_parameters=MISTRAL_24B,
     ),
     "qwen_image": Released(
         title="Qwen-Image 20B",

@@ -75,6 +75,12 @@ def klein_latents(model, patches):
     return (torch.pixel_unshuffle(patches, 2) - mean) / std
 
 
+def dev_latents(model, tokens):
+    """The stock call gives tokens; all cases have this width of latents."""
+    width = CASES["flux2_dev"].size[1] // (2 * model.pipeline.vae_scale_factor)
+    return tokens.transpose(1, 2).unflatten(2, (-1, width))
+
+
 def qwen_latents(model, tokens):
     """The stock call gives tokens; all cases have this width of latents."""
     width = CASES["qwen_image"].size[1] // model.pipeline.vae_scale_factor
@@ -140,6 +146,13 @@ CASES = {
         euler=True,
         negative_prompt=False,
         unpack=klein_latents,
+        blocks=("transformer_blocks", "single_transformer_blocks"),
+    ),
+    "flux2_dev": Case(
+        size=(32, 48, 1),
+        euler=True,
+        negative_prompt=False,
+        unpack=dev_latents,
         blocks=("transformer_blocks", "single_transformer_blocks"),
     ),
     "qwen_image": Case(

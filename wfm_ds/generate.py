@@ -90,6 +90,12 @@ def add_sampling(p: argparse.ArgumentParser, *, sized: bool = True) -> None:
     p.add_argument("--negative-prompt", metavar="TEXT", help="for prompts without one (default: the family's)")
     p.add_argument("--batch", type=positive, default=1, help="samples denoised at once (default 1)")
     p.add_argument("--max-sequence-length", type=positive, metavar="N", help="text tokens (default: the pipeline's)")
+    p.add_argument(
+        "--embedded-guidance",
+        type=above_zero,
+        metavar="G",
+        help="the guidance scale that networks such as FLUX.2-dev take as an input (default: the pipeline's)",
+    )
     p.add_argument("--family", metavar="package.module:Class", help="your own model family (docs/models.md)")
     p.add_argument("--prompt-template", choices=["stock", "none"], help="of pipelines that have one")
     p.add_argument("--guardrail", choices=["stock", "off"], default="stock", help="of pipelines that have one")
@@ -259,6 +265,7 @@ def load_sampler(args: argparse.Namespace, inputs: Sequence[str] = ()) -> Sample
         guardrail=args.guardrail,
         fps=args.fps,
         inputs=inputs,
+        embedded_guidance=args.embedded_guidance,
     )
     if args.guidance_low is not None and len(model.sigma_ranges) == 1:
         raise UserError(f"--guidance-low: {model.path} has no second expert; leave it out")

@@ -19,6 +19,7 @@ from wfm_ds.recipe import file as recipe_file
         ("cosmos2b", 2.059),
         ("ti2v5b", 5.0),
         ("z_image", 6.155),
+        ("flux2_dev", 32.223),
     ],
 )
 def test_released_dimensions_give_the_published_number_of_parameters(name, billions):

@@ -83,6 +83,7 @@ def test_media_that_are_too_small_get_a_size_that_they_fill(init, pictures, tmp_
     [
         ("flux2", {}, 4.0),
         ("flux2", {"is_distilled": True}, 1.0),
+        ("flux2_dev", {}, 1.0),  # its guidance is embedded
         ("qwen_image", {}, 4.0),
         ("z_image", {}, 6.0),
     ],

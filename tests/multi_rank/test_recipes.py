@@ -45,6 +45,7 @@ TWINS = {
         for name, tiny in (("flux2_klein", "flux2"), ("qwen_image", "qwen_image"), ("z_image", "z_image"))
         for algorithm in ("sft_lora", "nft", "flow_grpo")
     },
+    "flux2_dev_sft_lora": "flux2_dev_sft",
     "sana_image_sft": "sana_image_sft",
     "sana_image_sft_lora": "sana_image_sft_lora",
     "sana_image_nft": "sana_image_nft",
@@ -101,6 +102,7 @@ FAST = {
 }
 # Their tiny recipes train adapters by NFT and Flow-GRPO: what the matrix adds are all weights, and the pictures of SFT.
 FEW = {"flux2": KINDS[:2], "qwen_image": KINDS[:2], "z_image": KINDS[:2]}
+FEW |= {"flux2_dev": []}  # all but its guidance and text is flux2's
 FEW |= {"digits": [], "moving": [], "world": []}  # the quickstarts' are an SD3, a Wan 2.1 and a Cosmos3
 FEW |= {"wan21_i2v": [], "wan22_i2v": []}  # prompts alone are not enough for them; their tiny recipes train them
 FEW |= {"sana_wm": []}  # is told a camera, which the media of the matrix do not have: its tiny recipes are of all kinds

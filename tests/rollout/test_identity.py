@@ -67,6 +67,7 @@ def test_a_worker_computes_as_the_trainer_where_log_probabilities_are_compared(a
     trainer = digests()
     assert digests(("model.attention", "native")) == trainer  # what counts is the kernel that it comes to
     assert digests(("sampling.grid", "even")) != trainer
+    assert digests(("model.embedded_guidance", 2.0))["model"] != trainer["model"]
     assert (digests(kernel="cudnn") == trainer) is same
     assert (digests(("engine.compile", True)) == trainer) is same
     if not same:

@@ -110,7 +110,7 @@ def export(
 
 
 def _write_call(target: ExportTarget, folder: Path) -> None:
-    """call.json, if prompts were encoded otherwise than the base folder says."""
+    """call.json, if what training depended on is not what the base folder says."""
     if target.call:
         (folder / CALL).unlink(missing_ok=True)  # it may be a link to the base model's
         (folder / CALL).write_text(call_json(target.base, target.call), encoding="utf-8")
@@ -164,7 +164,7 @@ def loading_lines(base: Path, exported: Path, lora: bool) -> str:
                 lines.append("from safetensors.torch import load_file  # the layers that trained whole")
                 lines.append(f"pipe.{part}.load_state_dict(load_file({whole}), strict=False)")
         if (exported / CALL).exists():
-            lines.append(f"# it was trained on prompts as encoded by the call's arguments in {exported / CALL}")
+            lines.append(f"# it was trained with the call's arguments in {exported / CALL}")
     return "\n".join(lines)
 
 

@@ -47,11 +47,11 @@ class ExportTarget:
 
     @classmethod
     def of(cls, model: DiffusionModel) -> ExportTarget:
-        """Make the target of a loaded model; note how it encoded prompts where base folder or stock call say
-        otherwise."""
+        """Make the target of a loaded model; note how it encoded prompts, and its embedded guidance, where base folder
+        or stock call say otherwise."""
         base = model.path.absolute()
         known = read_json(base / CALL) if (base / CALL).exists() else {}
-        trained = model.text_call().items()
+        trained = model.trained_call().items()
         call = {n: value for n, value in trained if known.get(n, stock_argument(model.pipeline, n)) != value}
         return cls(base, tuple(model.denoiser_parts), call, tuple(model.frozen))
 

@@ -48,7 +48,10 @@ OF_SAMPLING = {  # options and the keys of a run's section `sampling` that they 
     "guidance_batch": "guidance_batch",
     "negative_prompt": "negative_prompt",
 }
-OF_MODEL = ("max_sequence_length", "prompt_template", "guardrail", "family", "vae_dtype", "attention")
+OF_MODEL = (
+    *("max_sequence_length", "prompt_template", "guardrail", "family", "vae_dtype", "attention"),
+    "embedded_guidance",
+)
 MAX_ITEMS = 16  # that a reward scores at once
 
 

@@ -25,6 +25,7 @@ CHECKS: tuple[Check, ...] = (
     drawing.the_grid_ends_at_the_clean_latents,
     drawing.latents_without_guidance,
     drawing.latents_with_guidance,
+    drawing.latents_with_another_embedded_guidance,
     drawing.latents_with_a_negative_prompt,
     drawing.decoded_pixels,
     drawing.given_frames,

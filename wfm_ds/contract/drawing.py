@@ -6,7 +6,9 @@ import torch
 
 from wfm_ds.contract.case import PROMPTS, denoise_latents, draw
 from wfm_ds.contract.subject import DoesNotApply, Subject, require, require_close
+from wfm_ds.errors import ModelError
 from wfm_ds.models.conditional_frames import with_conditional_frames
+from wfm_ds.recipe.sampling import SamplingRecipe
 
 W = 4.0
 PROMPT_MATTERS = 1e-3  # of pixels in [0, 1], between two prompts
@@ -19,7 +21,32 @@ def latents_without_guidance(subject: Subject) -> None:
 
 def latents_with_guidance(subject: Subject) -> None:
     """So it does with guidance, against the pipeline's own negative text."""
+    _require_drawn_with(subject, W)
     _same_latents(subject, W, None)
+
+
+def latents_with_another_embedded_guidance(subject: Subject) -> None:
+    """Another embedded guidance draws the latents that the stock pipeline draws with it, unlike those of its own."""
+    if subject.model.embedded_guidance is None:
+        raise DoesNotApply("the network takes no guidance scale as an input")
+    other = subject.fresh(embedded_guidance=2 * subject.model.embedded_guidance)
+    grid = other.sigmas(5, subject.shape)
+    call = subject.call(1.0) | other.pipeline_call(1.0, *subject.size)
+    got = subject.sampled(other, 5)
+    require_close(
+        "the latents of another guidance", got, subject.drawn(subject.stock(), grid, **call), subject.case.close
+    )
+    most = float((got - subject.sampled(subject.model, 5)).abs().max())
+    require(most > 10 * subject.case.close, f"twice the embedded guidance changes the latents by {most:.1g} only")
+
+
+def _require_drawn_with(subject: Subject, w: float) -> None:
+    """DoesNotApply where the family refuses this guidance."""
+    height, width, frames = subject.size
+    try:
+        subject.model.check_sampling(SamplingRecipe(height=height, width=width, num_frames=frames, guidance_scale=w))
+    except ModelError as refused:
+        raise DoesNotApply(str(refused)) from refused
 
 
 def latents_with_a_negative_prompt(subject: Subject) -> None:

@@ -120,6 +120,7 @@ def estimated(recipe: Recipe, world_size: int) -> Estimate:
         max_sequence_length=settings.max_sequence_length,
         fps=recipe.sampling.fps,
         inputs=recipe.data.inputs,
+        embedded_guidance=settings.embedded_guidance,
     )
     device = "cuda" if uses_cuda() else "cpu"
     off = recipe.data.cache_text == "off" and recipe.data.cache_dir is None

@@ -86,12 +86,14 @@ class DiffusionModel(ABC):
         leave_denoiser: bool = False,
         fps: float = FPS,
         inputs: Collection[str] = (),
+        embedded_guidance: float | None = None,
     ) -> None:
         """Take over `pipeline`: freeze all but the denoiser, and move everything to `device`.
 
         `prompt_template` is one of prompt_templates, or None for what is stored with the pipeline. `leave_denoiser`:
         but the denoiser, which an engine will place. `fps`: frames a second of all videos, for networks that are told.
-        `inputs`: names of what every sample is told besides text and frames, of `takes`.
+        `inputs`: names of what every sample is told besides text and frames, of `takes`. `embedded_guidance`: the
+        guidance scale that the network takes as an input, for families of which some do.
         """
         if not hasattr(pipeline.scheduler, "sigmas"):
             name = type(pipeline.scheduler).__name__
@@ -107,6 +109,7 @@ class DiffusionModel(ABC):
         self.prompt_template = prompt_template
         self.fps = fps
         self.inputs = frozenset(inputs)
+        self.embedded_guidance = embedded_guidance  # None: it takes none
         for part in self.frozen_parts():
             part.requires_grad_(False).eval()
         self.to(device)
@@ -115,6 +118,17 @@ class DiffusionModel(ABC):
     def extra_parts(cls, folder: Path, setting: Guardrail) -> dict[str, Any]:
         """Parts of the pipeline that its folder does not hold; ModelError if one is missing."""
         return {}
+
+    @classmethod
+    def late_parts(cls, folder: Path) -> dict[str, Any]:
+        """Parts to give the pipeline when it is made, in place of those that its index names and that diffusers would
+        check to be of another class."""
+        return {}
+
+    @classmethod
+    def takes_guidance(cls, folder: Path) -> bool:
+        """Tell whether the network in this pipeline folder takes a guidance scale as an input."""
+        return False
 
     @classmethod  # noqa: B027, most families load whatever their classes name
     def check_folder(cls, folder: Path) -> None:
@@ -470,8 +484,14 @@ class DiffusionModel(ABC):
         return None if shift is None else float(shift)
 
     def text_call(self) -> dict[str, Any]:
-        """The arguments of the stock call that decide how prompts are encoded. An export notes them in call.json."""
+        """The arguments of the stock call that decide how prompts are encoded."""
         return {"max_sequence_length": self.max_sequence_length}
+
+    def trained_call(self) -> dict[str, Any]:
+        """The arguments of the stock call that training depends on: those of text_call, and an embedded guidance. An
+        export notes them in call.json."""
+        guidance = {} if self.embedded_guidance is None else {"guidance_scale": self.embedded_guidance}
+        return {**self.text_call(), **guidance}
 
     def pipeline_call(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
         """Keyword arguments, besides prompts, steps and noise, that make the stock pipeline do what we do.

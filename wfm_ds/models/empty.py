@@ -30,12 +30,15 @@ def load_empty(
     max_sequence_length: int | None = None,
     fps: float = FPS,
     inputs: Collection[str] = (),
+    embedded_guidance: float | None = None,
 ) -> DiffusionModel:
     """Load the family of a pipeline folder onto the meta device, in seconds and without its weights; it has no
-    tokenizers, so no text can be encoded. ModelError as for `registry.resolve`, and for a config that cannot be read.
+    tokenizers, so no text can be encoded. ModelError as for `registry.resolve`, for a config that cannot be read, and
+    for a guidance to embed that the network does not take.
     """
     folder = registry.resolve(path, own_family, revision, weights=False)
     family = registry.family_of(folder, own_family)
+    registry.check_embedded_guidance(family, folder, embedded_guidance)
     family.check_folder(folder)
     index = read_json(folder / "model_index.json")
     pipeline_class: Any = getattr(diffusers, str(index["_class_name"]))
@@ -59,6 +62,7 @@ def load_empty(
         max_sequence_length=max_sequence_length or stored_sequence_length(folder),
         fps=fps,
         inputs=inputs,
+        embedded_guidance=embedded_guidance,
     )
 
 

@@ -1,8 +1,10 @@
-"""FLUX.2-klein, base and distilled: patches of latents normalised by the VAE's own statistics, text by Qwen3."""
+"""FLUX.2-klein, base and distilled, and FLUX.2-dev: patches of latents normalised by the VAE's own statistics."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,10 +12,12 @@ import torch
 from diffusers.models.transformers.transformer_flux2 import Flux2SingleTransformerBlock, Flux2TransformerBlock
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models import vae
-from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.base import DiffusionModel, stock_argument
+from wfm_ds.models.loading import LOADING_ERRORS, read_json, stored_call
 from wfm_ds.models.lora_names import fused, renamed
 
 if TYPE_CHECKING:
@@ -42,11 +46,15 @@ LORA_NAMES = (
 )
 
 
-class Flux2Klein(DiffusionModel):
-    """The network's time is sigma, which it rounds to the compute dtype; its output is the velocity."""
+GUIDANCE = "guidance_scale"  # in the stock call of dev an input of its network, in that of klein w
+
+
+class Flux2(DiffusionModel):
+    """The network's time is sigma, which it rounds to the compute dtype, as it does an embedded guidance; its output is
+    the velocity. Text is read by Qwen3 in klein, by Mistral3 in dev."""
 
     family = "flux2"
-    pipeline_classes = ("Flux2KleinPipeline",)
+    pipeline_classes = ("Flux2KleinPipeline", "Flux2Pipeline")
     required_parts = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
     conditioning_keys = frozenset({"prompt_embeds"})
     default_lora_targets = (
@@ -59,12 +67,52 @@ class Flux2Klein(DiffusionModel):
     default_side = 1024
     block_classes = (Flux2TransformerBlock, Flux2SingleTransformerBlock)
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        """Take over as the base class does. ModelError too if call.json holds a guidance scale that is none."""
+        super().__init__(*arguments, **options)
+        if self.config.guidance_embeds and self.embedded_guidance is None:
+            self.embedded_guidance = self.stored_guidance()
+
+    def stored_guidance(self) -> float:
+        """Return the embedded guidance that is stored with the pipeline, else that of the stock call."""
+        scale = stored_call(self.path).get(GUIDANCE, stock_argument(self.pipeline, GUIDANCE))
+        if type(scale) not in (int, float) or not 0 < scale < math.inf:
+            raise ModelError(f"{self.path / 'call.json'}: {GUIDANCE} must be a number above 0, got {scale!r}")
+        return float(scale)
+
+    @classmethod
+    def takes_guidance(cls, folder: Path) -> bool:
+        return bool(read_json(folder / "transformer" / "config.json").get("guidance_embeds", True))
+
+    @classmethod
+    def late_parts(cls, folder: Path) -> dict[str, Any]:
+        """The tokenizer of dev alone: its folder is that of a processor, of images too, which needs torchvision."""
+        _, name = read_json(folder / "model_index.json")["tokenizer"]
+        if not str(name).endswith("Processor"):
+            return {}
+        try:
+            return {"tokenizer": AutoTokenizer.from_pretrained(folder / "tokenizer", local_files_only=True)}
+        except LOADING_ERRORS as error:
+            reason = " ".join(str(error).split())[:300]
+            raise ModelError(
+                f"{folder / 'tokenizer'} cannot be loaded ({reason}); copy or download the pipeline again"
+            ) from error
+
     @classmethod
     def stock_guidance(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
-        return 1.0 if index.get("is_distilled") else super().stock_guidance(index, call)
+        """That of klein; distilled networks are drawn without, and dev's is an input."""
+        alone = index.get("is_distilled") or index["_class_name"] == "Flux2Pipeline"
+        return 1.0 if alone else super().stock_guidance(index, call)
 
     def check_sampling(self, sampling: SamplingRecipe) -> None:
-        if self.pipeline.config.is_distilled and sampling.is_guided():
+        if not sampling.is_guided():
+            return
+        if self.embedded_guidance is not None:
+            raise ModelError(
+                f"{self.path}: guidance is an input of this network, and its pipeline has no other; set "
+                "sampling.guidance_scale: 1, and the input by model.embedded_guidance"
+            )
+        if self.pipeline.config.is_distilled:
             raise ModelError(
                 f"{self.path}: this pipeline is distilled and ignores guidance; set sampling.guidance_scale: 1, or use "
                 "the base model"
@@ -117,12 +165,17 @@ class Flux2Klein(DiffusionModel):
         velocity: Tensor = self.denoiser(
             hidden_states=latents.flatten(2).transpose(1, 2).to(self.dtype),  # [B, h w, C]
             timestep=sigma,
+            guidance=self._guidance_input(sigma),
             encoder_hidden_states=embeds.to(self.dtype),
             txt_ids=text_ids.expand(count, -1, -1),  # the network takes the first row of each
             img_ids=image_ids.expand(count, -1, -1),
             return_dict=False,
         )[0]
         return velocity.transpose(1, 2).reshape(count, -1, h, w).float()
+
+    def _guidance_input(self, sigma: Tensor) -> Tensor | None:
+        """The embedded guidance of each sample, float32 [B], made on the device; None for klein."""
+        return None if self.embedded_guidance is None else torch.full_like(sigma, self.embedded_guidance)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
         """(4 C, H / 2 f, W / 2 f): the channels of a patch."""
@@ -141,6 +194,13 @@ class Flux2Klein(DiffusionModel):
         """The pipeline's own grid, and a shift that falls with the number of steps and grows with the size."""
         mu = compute_empirical_mu(self.num_tokens(shape), num_steps)
         return {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps), "mu": mu}
+
+    def pipeline_call(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
+        """ModelError for a w of dev, whose call has no other guidance than the input of its network."""
+        call = super().pipeline_call(w, height, width, num_frames)
+        if self.embedded_guidance is not None and w != 1:
+            raise ModelError(f"{self.path}: guidance is an input of this network; w must be 1, got {w:g}")
+        return call | self.trained_call()
 
 
 def positions(num_text: int, h: int, w: int, device: torch.device) -> tuple[Tensor, Tensor]:

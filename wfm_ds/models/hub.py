@@ -53,6 +53,7 @@ RELEASED = {  # the repositories in diffusers' format that the families know, wi
     "stabilityai/stable-diffusion-3.5-medium": None,
     "stabilityai/stable-diffusion-3.5-large": None,
     "stabilityai/stable-diffusion-3-medium-diffusers": None,
+    "black-forest-labs/FLUX.2-dev": None,
     "black-forest-labs/FLUX.2-klein-base-4B": None,
     "black-forest-labs/FLUX.2-klein-base-9B": None,
     "black-forest-labs/FLUX.2-klein-4B": None,

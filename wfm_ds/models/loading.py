@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import diffusers
@@ -41,12 +42,13 @@ def load_pipeline(
     dtype_of: Callable[[str], torch.dtype],
     extra: Mapping[str, Any],
     mapped: Sequence[str] = (),
+    late: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
     """The diffusers pipeline in `folder`, on the CPU, offline, from safetensors only.
 
     `dtype_of(name)` is the dtype of a network; `extra` are parts that the folder does not hold; `mapped` are networks
-    whose parameters stay as they are stored (load_network). ModelError if a required part is null in the index, or if
-    anything is missing, damaged or does not fit its config.
+    whose parameters stay as they are stored (load_network); `late` are parts to set when it is made, unchecked.
+    ModelError if a required part is null in the index, or if anything is missing, damaged or does not fit its config.
     """
     index = read_json(folder / "model_index.json")
     absent = [name for name, entry in index.items() if entry == ABSENT]
@@ -62,12 +64,13 @@ def load_pipeline(
                 if (network_class := network_class_of(entry)) is not None
             }
             # Diffusers refuses an absent part (SD3 without T5) unless it is told so.
-            parts = networks | dict.fromkeys(absent) | dict(extra)
+            parts = networks | dict.fromkeys(absent) | dict(extra) | dict.fromkeys(late)
             # DiffusionPipeline itself would load the parts that the class calls optional (all of Wan's denoiser) once
             # more, in float32, and drop ours.
             pipeline_class = getattr(diffusers, str(index["_class_name"]), DiffusionPipeline)
             with without_type_warnings():
                 pipeline = pipeline_class.from_pretrained(folder, local_files_only=True, **parts)
+                pipeline.register_modules(**late)
     except ModelError:
         raise
     except LOADING_ERRORS as error:

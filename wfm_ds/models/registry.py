@@ -195,6 +195,7 @@ def load(
     mapped: bool = False,
     fps: float = FPS,
     inputs: Collection[str] = (),
+    embedded_guidance: float | None = None,
 ) -> DiffusionModel:
     """Load a pipeline, from safetensors only, with its denoiser in `dtype`, on `device`; offline, unless it is one of
     the hub that is not on this machine yet.
@@ -209,8 +210,9 @@ def load(
     files, shared by all processes of the machine, until an engine places them (placement.py).
     fps: frames a second of the videos that are made and trained on, for families whose network is told.
     inputs: what every sample is told besides text and frames, as data.inputs names it.
+    embedded_guidance: the guidance scale that the network takes as an input; unset, as max_sequence_length.
     ModelError as for `resolve`, if a part is missing, damaged or does not fit its config, and for a guardrail to
-    switch off or a prompt template to choose that the family does not have.
+    switch off, a prompt template to choose or a guidance to embed that the family does not have.
     """
     folder, device = resolve(path, own_family, revision), torch.device(device)
     family = family_of(folder, own_family)
@@ -221,6 +223,7 @@ def load(
             f"{folder}: {family.family} has no prompt template, its pipeline takes prompts as they are; remove "
             "model.prompt_template"
         )
+    check_embedded_guidance(family, folder, embedded_guidance)
     family.check_folder(folder)
     length = max_sequence_length or stored_sequence_length(folder)
     low_precision_text = device.type == "cuda" and dtype == torch.bfloat16
@@ -234,7 +237,12 @@ def load(
 
     extra = family.extra_parts(folder, guardrail)
     pipeline = load_pipeline(
-        folder, family.required_parts, dtype_of, extra, mapped=family.denoiser_parts if mapped else ()
+        folder,
+        family.required_parts,
+        dtype_of,
+        extra,
+        mapped=family.denoiser_parts if mapped else (),
+        late=family.late_parts(folder),
     )
     options: dict[str, Any] = {
         "dtype": dtype,
@@ -244,6 +252,7 @@ def load(
         "leave_denoiser": mapped,
         "fps": fps,
         "inputs": inputs,
+        "embedded_guidance": embedded_guidance,
     }
     try:
         inspect.signature(family).bind(pipeline, folder, **options)
@@ -253,6 +262,15 @@ def load(
             "**options, and hand them on to super().__init__"
         ) from error
     return family(pipeline, folder, **options)
+
+
+def check_embedded_guidance(family: type[DiffusionModel], folder: Path, scale: float | None) -> None:
+    """ModelError for a guidance scale that the network in this folder does not take as an input."""
+    if scale is not None and not family.takes_guidance(folder):
+        raise ModelError(
+            f"{folder}: the network of this {family.family} takes no guidance scale as an input; remove "
+            "model.embedded_guidance, and set sampling.guidance_scale for guidance"
+        )
 
 
 def randomize(model: DiffusionModel, seed: int) -> None:

@@ -93,6 +93,10 @@ class ModelRecipe(Section):
     prompt_template: Literal["stock", "none"] | None = None
     """SANA: the instruction that its pipelines put before each prompt, but not before negative ones. `stock` keeps it,
     `none` drops it. Unset: as stored with the pipeline (call.json), else stock. Other families have none to choose."""
+    embedded_guidance: PositiveFloat | None = None
+    """FLUX.2-dev: the guidance scale that the network takes as an input, in training, rollouts and samples. It is no w:
+    `sampling.guidance_scale` stays 1. Unset: as stored with the pipeline (call.json), else the stock pipeline's own.
+    Other families have no such input."""
     attention: AttentionName = "auto"
     """The kernel of the denoiser's attention. `auto`: `cudnn` on a GPU of compute capability 9.0 (H100) or newer where
     dtype and model allow it, else `native`, torch's own choice. `flash` needs the package flash-attn, `flash3`

@@ -47,6 +47,7 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
         mapped=settings.denoiser_init != "random",
         fps=size.fps,
         inputs=recipe.data.inputs,
+        embedded_guidance=settings.embedded_guidance,
     )
     try:
         model.latent_shape(size.height, size.width, size.num_frames)

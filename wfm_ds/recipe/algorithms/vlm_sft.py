@@ -41,7 +41,7 @@ class VlmSftAlgorithm(AlgorithmSettings):
             )
         recipe.model.require_default(
             *("family", "base_precision", "vae_dtype", "denoiser_init", "max_sequence_length", "prompt_template"),
-            *("revision", "fp8_training"),
+            *("revision", "fp8_training", "embedded_guidance"),
             unless="a diffusion model",
         )
         if recipe.engine.compile:

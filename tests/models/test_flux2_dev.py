@@ -1,0 +1,86 @@
+"""What is particular to FLUX.2-dev: an embedded guidance, and text by Mistral3."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from families import PROMPTS
+from wfm_ds.checkpoint.target import ExportTarget
+from wfm_ds.errors import ModelError
+from wfm_ds.generate import load_sampler, parser
+from wfm_ds.models import registry
+from wfm_ds.models.empty import load_empty
+from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.sampling import SamplingRecipe
+from wfm_ds.run.model import load_model
+
+DRAWN_ALONE = r"set sampling\.guidance_scale: 1, and the input by model\.embedded_guidance"
+
+
+def load(folder, **options):
+    return registry.load(folder, dtype=torch.float32, device="cpu", **options)
+
+
+@pytest.fixture
+def folder(tiny_pipelines, tmp_path):
+    """A copy to write in."""
+    return shutil.copytree(tiny_pipelines("flux2_dev"), tmp_path / "pipeline")
+
+
+def change_json(file, **news):
+    file.write_text(json.dumps(json.loads(file.read_text()) | news))
+
+
+def test_the_guidance_is_the_recipe_s_or_that_of_the_folder_or_of_the_stock_call(folder):
+    assert load(folder).embedded_guidance == 4.0
+    assert ExportTarget.of(load(folder)).call == {}
+    asked = load(folder, embedded_guidance=2.5)
+    assert asked.pipeline_call(1.0, 32, 32)["guidance_scale"] == 2.5
+    assert ExportTarget.of(asked).call == {"guidance_scale": 2.5}
+    assert asked.text_identity() == load(folder).text_identity()  # texts that are cached serve any guidance
+    change_json(folder / "call.json", guidance_scale=3)
+    assert load(folder).embedded_guidance == 3.0
+    change_json(folder / "call.json", guidance_scale=0)
+    with pytest.raises(ModelError, match=r"call\.json: guidance_scale must be a number above 0, got 0"):
+        load(folder)
+
+
+@pytest.mark.parametrize("family", ["flux2", "sd3"])
+@pytest.mark.parametrize("loaded", [load, lambda path, **more: load_empty(path, dtype=torch.float32, **more)])
+def test_networks_that_take_none_refuse_it(family, loaded, tiny_pipelines):
+    sentence = f"the network of this {family} takes no guidance scale as an input; remove model.embedded_guidance"
+    with pytest.raises(ModelError, match=sentence):
+        loaded(tiny_pipelines(family), embedded_guidance=3.5)
+
+
+def test_no_other_guidance_is_drawn_with(tiny_pipelines):
+    model = load(tiny_pipelines("flux2_dev"))
+    model.check_sampling(SamplingRecipe(height=32, width=32))
+    with pytest.raises(ModelError, match=DRAWN_ALONE):
+        model.check_sampling(SamplingRecipe(height=32, width=32, guidance_scale=3.5))
+    with pytest.raises(ModelError, match=r"w must be 1, got 3\.5"):
+        model.pipeline_call(3.5, 32, 32)
+
+
+def test_a_run_and_generate_tell_the_network_what_they_are_asked(root, monkeypatch, tmp_path):
+    monkeypatch.chdir(root)
+    recipe = recipe_file.load(root / "recipes/tiny/flux2_dev_nft.yaml", ["model.embedded_guidance=1.5"])
+    assert load_model(recipe, torch.device("cpu")).embedded_guidance == 1.5
+    asked = ["--model", "tiny:flux2_dev", "--prompts", "p.txt", "--out", "out", "--height", "32", "--width", "32"]
+    args = parser().parse_args([*asked, "--embedded-guidance", "1.5"])
+    assert load_sampler(args).model.embedded_guidance == 1.5
+
+
+def test_the_tokenizer_of_a_processor_is_read_without_its_images(folder, tiny_pipelines):
+    """The released pipeline's is a PixtralProcessor, which torchvision alone can make."""
+    change_json(folder / "model_index.json", tokenizer=["transformers", "PixtralProcessor"])
+    config = {"processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": 2}
+    (folder / "tokenizer" / "processor_config.json").write_text(json.dumps(config))
+    found, want = (load(path).encode_text(PROMPTS) for path in (folder, tiny_pipelines("flux2_dev")))
+    assert torch.equal(found["prompt_embeds"], want["prompt_embeds"])
+    for file in (folder / "tokenizer").iterdir():
+        file.unlink()
+    with pytest.raises(ModelError, match=r"tokenizer cannot be loaded .*copy or download the pipeline again"):
+        load(folder)
