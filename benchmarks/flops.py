@@ -126,7 +126,9 @@ def flops_of_sample(recipe: Recipe, subject: Subject) -> Flops:
     """Changes the subject's denoiser: it gets adapters, or all of it trains."""
     model, shape = subject.model, latent_shape(recipe, subject.model)
     if recipe.lora is None:
-        model.bare_denoiser.requires_grad_(True)
+        frozen = model.frozen_names()
+        for name, parameter in model.bare_denoiser.named_parameters():
+            parameter.requires_grad_(name not in frozen)
     else:
         targets = recipe.lora.target_modules or list(model.default_lora_targets)
         model.freeze_all_but(targets)

@@ -39,6 +39,7 @@ class Reached:
         self._part_of = part_of
         self._watched: dict[str, Any] = {}
         self._seen: set[str] = set()
+        self._judged = False  # some part
         parameter: Any
         for name, parameter in module.named_parameters():
             layer, adapter, _ = name.partition(".lora_")
@@ -54,7 +55,10 @@ class Reached:
         if not self._watched:
             return
         seen = world.maxima({name: float(name in self._seen) for name in self._watched})
-        parts = {self._part_of(name) for name, reached in seen.items() if reached} or set(map(self._part_of, seen))
+        parts = {self._part_of(name) for name, reached in seen.items() if reached}
+        if not parts and not self._judged:  # else the step ran a part that was judged before
+            parts = set(map(self._part_of, seen))
+        self._judged = True
         judged = [name for name in seen if self._part_of(name) in parts]
         for name in judged:
             self._watched.pop(name).remove()
