@@ -38,7 +38,7 @@ def test_the_page_s_lines_check_it(folder, monkeypatch, capsys):
     assert f"\n    {printed[-1]}\n" in page
     verdicts = [line.split()[0] for line in printed[:-1]]
     assert len(verdicts) == len(CHECKS)
-    assert verdicts.count("-") == 7  # no inputs, no given frames
+    assert verdicts.count("-") == 8  # no inputs, no given frames, no embedded guidance
     assert set(verdicts) == {"kept", "-"}
     lines = [line for line in code("models.md", "my_lumina.py").splitlines() if line.strip()]
     assert f"The class above is {len(lines)} lines" in page
